@@ -93,8 +93,9 @@ class PageTransfers:
         self._fresh: deque[_Fresh] = deque(maxlen=_WAITING)
         self._writing = self._due = False
         self._closed = False
-        #: what workers do
+        #: what workers do, and what of it takes long
         self._working: set[asyncio.Future[int]] = set()
+        self._hanging: set[asyncio.Future[int]] = set()
         self._refreshed = core.clock()
 
     # -- stores ---------------------------------------------------------------------------------
@@ -301,10 +302,7 @@ class PageTransfers:
         departure = self._memory.depart(tree.lock(token_key(ids[: len(names) * self._size]), namespace))
         work = self._put(departure, 0, names, stores)
         try:
-            writing = self._loop.run_in_executor(self._writers, work)
-            self._working.add(writing)
-            writing.add_done_callback(self._working.discard)
-            return await finish(writing) * self._size
+            return await finish(self._run(self._writers, work)) * self._size
         finally:
             self._memory.departed(departure)
             self._wake()
@@ -315,16 +313,34 @@ class PageTransfers:
         """Have a worker do something, and ``done`` called with what it returns, 0 if it raises. False if it
         cannot begin."""
         try:
-            future = self._loop.run_in_executor(executor, work)
+            future = self._run(executor, work)
         except RuntimeError as error:  # no thread, or closed
             _log.warning("pages are not transferred: %s", error)
             return False
-        self._working.add(future)
         future.add_done_callback(partial(self._ended, done))
         return True
 
-    def _ended(self, done: Callable[[int], None], future: asyncio.Future[int]) -> None:
+    def _run(self, executor: WorkerExecutor, work: Callable[[], int]) -> asyncio.Future[int]:
+        """Have a worker do something. Raises RuntimeError."""
+        future = self._loop.run_in_executor(executor, work)
+        self._working.add(future)
+        timer = self._loop.call_later(_PATIENCE, self._hangs, future)
+        future.add_done_callback(partial(self._has_ended, timer))
+        return future
+
+    def _hangs(self, future: asyncio.Future[int]) -> None:
+        """A worker takes long: what lacks the pages that it has is not to wait for them."""
+        self._hanging.add(future)
+        self._memory.transfers.hung = True
+        self._wake()
+
+    def _has_ended(self, timer: asyncio.TimerHandle, future: asyncio.Future[int]) -> None:
+        timer.cancel()
         self._working.discard(future)
+        self._hanging.discard(future)
+        self._memory.transfers.hung = bool(self._hanging)
+
+    def _ended(self, done: Callable[[int], None], future: asyncio.Future[int]) -> None:
         count = 0
         if not future.cancelled():
             error = future.exception()

@@ -55,11 +55,13 @@ class Transfers:
     """The arrivals that were abandoned, the departures, and what has arrived. A part of
     :class:`~aioinfer.scheduling.memory.Memory`."""
 
-    __slots__ = ("abandoned", "arrived", "departures", "failed", "stored")
+    __slots__ = ("abandoned", "arrived", "departures", "failed", "hung", "stored")
 
     def __init__(self) -> None:
         self.abandoned: set[Arrival] = set()
         self.departures: set[Departure] = set()
+        #: a worker takes so long that nothing should wait for it: a disk may hang
+        self.hung = False
         #: pages that have arrived, pages that should have and did not, and pages that were stored
         self.arrived, self.failed, self.stored = 0, 0, 0
 

@@ -92,9 +92,9 @@ class Memory:
 
     @property
     def returning(self) -> bool:
-        """Pages come back by themselves when steps in flight resolve. Workers are not waited for: a disk
-        may hang."""
-        return bool(self.pages.fenced or self.evictable)
+        """Pages come back by themselves when steps in flight resolve, or workers are done."""
+        working = self.transfers and not self.transfers.hung
+        return bool(self.pages.fenced or self.evictable or working)
 
     @property
     def snapshots_cached(self) -> int:

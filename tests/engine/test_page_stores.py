@@ -5,80 +5,23 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from aioinfer import AioInferError, ConfigError, EngineConfig
-from aioinfer.engine import Engine
+from aioinfer import ConfigError, EngineConfig
 from aioinfer.errors import StepFailed
 from aioinfer.loop import transfers
-from aioinfer.outputs import Result
-from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS
-from aioinfer.scheduling.arrivals import Arrival, Transfers
 from aioinfer.scheduling.audit import audit
-from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.tiers.archive import Archive, ArchiveWriter
-from aioinfer.tiers.store import Views
-from tests.engine.block_worlds import make_block_world
 from tests.engine.conftest import Gate, MakeEngine
-from tests.engine.simulation import settle, simulate
+from tests.engine.simulation import settle
 from tests.engine.stores import FlakyStore
-from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
+from tests.engine.storing import PARAMS, PROMPT, Gated, ask, attach, began, written
 from tests.toys import ToyDevice, toy_generate
-
-PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0)
-PROMPT = [3 + number % 50 for number in range(42)]
-
-
-class Gated(FlakyStore):
-    """Reads and writes when it may."""
-
-    def __init__(self) -> None:
-        super().__init__(random.Random(1), 1000, 0.0)
-        self.open = threading.Event()
-        self.open.set()
-        self.begun = threading.Event()
-
-    def _pass(self) -> None:
-        self.begun.set()
-        assert self.open.wait(60), "nobody opened it"
-
-    def put(self, name: bytes, page: Views, state: Views | None = None) -> bool:
-        self._pass()
-        return super().put(name, page, state)
-
-    def read(
-        self, names: Sequence[bytes], pages: Sequence[Views], states: Sequence[Views | None] = ()
-    ) -> int:
-        self._pass()
-        return super().read(names, pages, states)
-
-
-async def written(engine: Engine) -> None:
-    """Wait until everything that was committed is in the stores."""
-    runtime = engine._started()
-    while runtime.transfers._fresh or runtime.transfers._working or runtime.transfers._due:
-        await asyncio.sleep(0)
-
-
-async def began(store: Gated) -> None:
-    await asyncio.to_thread(store.begun.wait, 60)
-
-
-async def ask(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) -> Result:
-    result = await engine.generate(list(prompt), PARAMS, **options)
-    await written(engine)
-    return result
-
-
-def attach(engine: Engine, store: FlakyStore) -> None:
-    engine._started().transfers.attach(store, behind=True)
+from tests.toys.adapters import write_toy_adapter
 
 
 @pytest.mark.parametrize("snapshots", [None, 8])
@@ -114,16 +57,23 @@ async def test_what_was_flushed_comes_back(make_engine: MakeEngine) -> None:
 
 
 async def test_neither_salts_nor_adapters_share_pages(make_engine: MakeEngine, tmp_path: Path) -> None:
-    for name, key in (("a", 5), ("b", 6)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "toy").write_text(str(key))
-    async with make_engine(page_size=4) as engine:
+    device = ToyDevice(max_adapters=3)
+    async with make_engine(device=device, page_size=4, max_adapters=2) as engine:
         attach(engine, Gated())
-        await ask(engine)
+        ways: list[dict[str, str]] = [{}, {"cache_salt": "tenant"}]
+        for name in ("a", "b"):
+            await engine.load_adapter(name, write_toy_adapter(tmp_path / name, name))
+            ways.append({"adapter": name})
+        for hits in (0, 40):
+            for way in ways:
+                assert (await ask(engine, **way)).usage.cached_tokens == hits
+                engine.flush_cache()
+        # What a name stands for now has its own pages; the same files loaded again have theirs.
+        await engine.load_adapter("a", write_toy_adapter(tmp_path / "c", "other"))
+        assert (await ask(engine, adapter="a")).usage.cached_tokens == 0
         engine.flush_cache()
-        assert (await ask(engine, cache_salt="tenant")).usage.cached_tokens == 0
-        engine.flush_cache()
-        assert (await ask(engine, cache_salt="tenant")).usage.cached_tokens == 40
+        await engine.load_adapter("a", tmp_path / "a")
+        assert (await ask(engine, adapter="a")).usage.cached_tokens == 40
 
 
 async def test_a_request_that_ends_leaves_its_pages_to_what_fills_them(make_engine: MakeEngine) -> None:
@@ -213,7 +163,10 @@ async def test_closing_waits_for_what_fills_pages(make_engine: MakeEngine) -> No
 
 
 @pytest.mark.parametrize("reading", [False, True])
-async def test_others_go_on_out_of_memory_while_a_disk_hangs(make_engine: MakeEngine, reading: bool) -> None:
+async def test_others_go_on_out_of_memory_while_a_disk_hangs(
+    make_engine: MakeEngine, reading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_PATIENCE", 0.01)
     store = Gated()
     async with make_engine(device=ToyDevice(num_pages=40), page_size=4) as engine:
         attach(engine, store)
@@ -361,6 +314,32 @@ async def test_what_does_not_come_from_a_disk_that_hangs_is_computed(
         await settle(engine)
 
 
+async def test_nobody_is_retracted_for_pages_that_come_back_soon(make_engine: MakeEngine) -> None:
+    store, nothing = Gated(), {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0}
+    async with make_engine(device=ToyDevice(num_pages=36), page_size=4, **nothing) as engine:
+        attach(engine, store)
+        await ask(engine)
+        engine.flush_cache()
+        store.open.clear()
+        store.begun.clear()
+        stream = engine.generate(PROMPT, PARAMS)
+        await began(store)
+        await stream.aclose()
+        params = PARAMS.changed(max_tokens=41)
+        prompts = [[7] * 20, [9] * 20]
+        streams = [engine.generate(prompt, params) for prompt in prompts]
+        stats = engine.stats()
+        while stats.steps_in_flight or stats.pages_free:
+            await asyncio.sleep(0)
+            stats = engine.stats()
+        store.open.set()
+        results = await asyncio.gather(*streams)
+        assert [each.token_ids for each in results] == [toy_generate(prompt, params) for prompt in prompts]
+        assert engine.stats().retractions == 0
+        await written(engine)
+        await settle(engine)
+
+
 async def test_a_page_that_is_missing_is_computed(make_engine: MakeEngine) -> None:
     store = FlakyStore(random.Random(3), 1000, 0.0)
     async with make_engine(page_size=4) as engine:
@@ -417,143 +396,3 @@ async def test_an_engine_without_prefix_cache_or_host_pages_refuses_a_store(make
             attach(engine, Gated())
     with pytest.raises(ConfigError, match="with prefix_cache on"):
         EngineConfig(prefix_cache=False, prefix_cache_dir="pages")
-
-
-# -- planted bugs ----------------------------------------------------------------------------------------
-
-
-def _reads_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages count as arrived before they are filled."""
-    begin = transfers.PageTransfers._begin
-
-    def hurried(self: Any, executor: Any, work: Any, done: Callable[[int], None]) -> bool:
-        arrival = next((each for each in getattr(done, "args", ()) if isinstance(each, Arrival)), None)
-        if arrival is None:
-            return begin(self, executor, work, done)
-        self._loop.call_soon(done, len(arrival.names))
-        return begin(self, executor, work, lambda _: None)
-
-    monkeypatch.setattr(transfers.PageTransfers, "_begin", hurried)
-
-
-def _forgets_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is named without its adapter."""
-    root_of = transfers.root_of
-    monkeypatch.setattr(transfers, "root_of", lambda parts: root_of([*parts][:5]))
-
-
-def _takes_wrong_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What arrives counts one page too many."""
-    landed = RequestQueues.landed
-    monkeypatch.setattr(
-        RequestQueues,
-        "landed",
-        lambda self, arrival, pages: landed(self, arrival, min(pages + 1, len(arrival.pages))),
-    )
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize(
-    ("plant", "first"), [(_reads_too_early, 25), (_forgets_the_adapter, 70), (_takes_wrong_pages, 130)]
-)
-def test_random_lifetimes_find_planted_bugs(
-    plant: Callable[[pytest.MonkeyPatch], None], first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``first``: of the seeds, shortly before the one that finds it."""
-    plant(monkeypatch)
-    with pytest.raises(BaseException, match="seed="):
-        for seed in range(first, first + 200):
-            simulate(seed, 60)
-
-
-async def _end_while_filled(engine: Engine, store: Gated) -> None:
-    """A request ends while its pages are filled, and another one computes."""
-    await ask(engine)
-    engine.flush_cache()
-    store.open.clear()
-    store.begun.clear()
-    stream = engine.generate(PROMPT, PARAMS)
-    await began(store)
-    await stream.aclose()
-    other = [7] * 30
-    going = engine.generate(other, PARAMS.changed(max_tokens=100))
-    await anext(going)
-    store.open.set()
-    assert (await going).token_ids == toy_generate(other, PARAMS.changed(max_tokens=100))
-
-
-async def _evict_while_copied(engine: Engine, store: Gated) -> None:
-    """A prefix is evicted, as far as it can be, while it is written."""
-    store.open.clear()
-    await engine.generate(PROMPT, PARAMS)
-    await began(store)
-    engine.flush_cache()
-    for number in range(3):
-        await engine.generate([7 + number] * 160, PARAMS)
-    store.open.set()
-    await written(engine)
-    engine.flush_cache()
-    assert (await ask(engine)).token_ids == toy_generate(PROMPT, PARAMS)
-
-
-def _free_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that ends gives back the pages that a worker still fills."""
-
-    def abandon(self: Transfers, arrival: Arrival) -> int:
-        arrival.abandoned = True
-        return 0
-
-    monkeypatch.setattr(Transfers, "abandon", abandon)
-    monkeypatch.setattr(Memory, "reclaim", lambda self, arrival: None)
-
-
-def _free_what_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix that is being written can be evicted."""
-    put = transfers.PageTransfers._put
-
-    def careless(self: Any, departure: Any, *rest: Any) -> Any:
-        work = put(self, departure, *rest)
-        self._memory._unlock(departure.lock, 0)
-        self._memory.transfers.departures.discard(departure)
-        return work
-
-    monkeypatch.setattr(transfers.PageTransfers, "_put", careless)
-    monkeypatch.setattr(Memory, "departed", lambda self, departure: None)
-
-
-@pytest.mark.parametrize(
-    ("course", "plant"),
-    [(_end_while_filled, _free_what_is_filled), (_evict_while_copied, _free_what_is_copied)],
-)
-async def test_pages_are_not_freed_while_workers_have_them(
-    course: Any, plant: Any, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And with the bug planted, the course fails."""
-    async with make_engine(device=ToyDevice(num_pages=60), page_size=4) as engine:
-        store = Gated()
-        attach(engine, store)
-        await course(engine, store)
-        await written(engine)
-        await settle(engine)
-    plant(monkeypatch)
-    async with make_engine(device=ToyDevice(num_pages=60), page_size=4) as engine:
-        store = Gated()
-        attach(engine, store)
-        with pytest.raises((AssertionError, AioInferError)):
-            await course(engine, store)
-        store.open.set()
-        await written(engine)
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("block", grid([0], range(1, 4), SIMULATION))
-@pytest.mark.parametrize("make", [None, make_block_world])
-def test_random_lifetimes_with_stores_keep_every_law(make: Any, block: int) -> None:
-    """The worlds of the laws have stores; here they are counted."""
-    loaded = stored = 0
-    for seed in range(2000 + 40 * block, 2040 + 40 * block):
-        world, _ = simulate(seed, scaled(80), **({} if make is None else {"make": make}))
-        moved = world.engine._core.scheduler.memory.transfers
-        loaded, stored = loaded + moved.arrived, stored + moved.stored
-    assert loaded > 10
-    assert stored > 50
