@@ -189,7 +189,8 @@ class PageTransfers:
             store.refresh(wanted, states=states)
         found = [(store.leading(wanted, states=states), store) for store in self._stores]
         count, store = max(found, key=lambda each: each[0])
-        if not count or not self._core.rates.reading_pays():
+        meant = store in self._probed or store in self._only_read  # what is there was put there to be read
+        if not count or not (meant or self._core.rates.reading_pays()):
             return None
         pages, slot = sequence.kv.pages[first : first + count], sequence.kv.slot
         arrival = Arrival(sequence.key, wanted[:count], pages, slot if states else 0)
