@@ -151,7 +151,7 @@ class Adapting:
         for info in engine.adapters():
             await engine.unload_adapter(info.name)
         for _ in range(1000):
-            if not registry.draining:
+            if not (registry.draining or registry._reserved):  # a load that was cancelled has one
                 break
             await asyncio.sleep(0.001)
         registry.audit()
