@@ -99,7 +99,10 @@ class Sessions(Batches):
             session = self._session(ttl, tools, chat_template_kwargs, merged, state)
             attached = saved.numerics == serving.info.numerics and serving.attach(archive)
             if attached and saved.token_ids:
-                source = serving.source(saved.token_ids)
+                # Whole pages are there; a request computes at least one token more.
+                size = serving.info.page_size or 1
+                whole = (len(saved.token_ids) - 1) // size * size
+                source = serving.source(saved.token_ids[: whole + 1])
                 kept, _ = await self._computed(serving, source, session.ttl, merged)
                 session.restored(kept)
             return session

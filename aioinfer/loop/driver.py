@@ -146,7 +146,7 @@ class Driver:
     def wake(self) -> None:
         """Schedule a turn, since a plan may be possible now. On the loop's thread only."""
         self._interrupt()
-        self._again()
+        self.nudge()
 
     def _interrupt(self) -> None:
         """Make steps in flight return after the round that they are computing."""
@@ -154,7 +154,8 @@ class Driver:
             if flight.step.multi_step is not None:
                 flight.step.multi_step.interrupted = True
 
-    def _again(self) -> None:
+    def nudge(self) -> None:
+        """As :meth:`wake`, and let steps of several rounds go on."""
         if not self._due:
             self._due = True
             self._loop.call_soon(self._woken, context=self._context)
@@ -248,7 +249,7 @@ class Driver:
             if resolved and self._launcher.blocking:
                 # Launching would compute the next step: first what this one brought about.
                 self._turns = _TURNS
-                self._again()
+                self.nudge()
                 return
             if self._may_launch and not self._put_off() and (step := self._plan()) is not None:
                 self._launch(step)
@@ -259,7 +260,7 @@ class Driver:
                 return
             elif resolved:
                 # Consumers run after every step, also when the device is always ahead.
-                self._again()
+                self.nudge()
                 return
             else:
                 self._resolve(flights.popleft())
@@ -269,7 +270,7 @@ class Driver:
         self._due = False
         if self._turns:
             self._turns -= 1
-            self._again()
+            self.nudge()
         else:
             self._landed()
 
@@ -323,7 +324,7 @@ class Driver:
         if step is not None:
             self._timeline.loop.add("plan", step.id, start, now())
         if self._report_ended():
-            self._again()
+            self.nudge()
         return step
 
     def _report_ended(self) -> bool:
@@ -453,7 +454,7 @@ class Driver:
                 raise
         if self._core.texts.behind and not self._stopping:
             self._catch_up_soon()
-        self._again()  # requests that were parked until then can go on
+        self.nudge()  # requests that were parked until then can go on
 
     def _rest(self) -> None:
         """Nothing is in flight and nothing can be planned: check that everything was given back."""

@@ -91,7 +91,7 @@ class Runtime(Service[_Open]):
             check=self.check_serving,
         )
         self.transfers = PageTransfers(
-            core, launcher.device, intake.loop, wake=self.driver.wake, lost=self.lost
+            core, launcher.device, intake.loop, wake=self.driver.wake, nudge=self.driver.nudge, lost=self.lost
         )
         self.holding = Holding(core.scheduler.memory, self.loop, config.max_held_share)
         launcher.watch(self.lost)

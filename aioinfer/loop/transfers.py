@@ -57,6 +57,20 @@ class _Fresh(NamedTuple):
     names: Sequence[bytes]
 
 
+class _Use(NamedTuple):
+    """The arguments of :meth:`PageTransfers.attach`."""
+
+    behind: bool
+    probed: bool
+    only_read: bool
+    owned: bool
+
+    @property
+    def meant(self) -> bool:
+        """What is there was put there for this engine to read."""
+        return self.probed or self.only_read
+
+
 class PageTransfers:
     """The transfers of one engine, on its loop. Without stores it does nothing, and nothing asks it."""
 
@@ -67,23 +81,20 @@ class PageTransfers:
         loop: asyncio.AbstractEventLoop,
         *,
         wake: Callable[[], None],
+        nudge: Callable[[], None],
         lost: Callable[[BaseException], None],
     ) -> None:
-        """``wake``: something may be planned now. ``lost``: the state of the scheduler is wrong."""
+        """``wake``: something may be planned now. ``nudge``: the same, which interrupts no step of several
+        rounds. ``lost``: the state of the scheduler is wrong."""
         self._core = core
         self._memory = core.scheduler.memory
         self._size = self._memory.pages.page_size
         self._device = cast("HostPages", device)  # as attach() makes sure
         self._loop = loop
         self._wake = wake
+        self._nudge = nudge
         self._lost = lost
-        #: and whether they are written behind
-        self._stores: dict[PageStore, bool] = {}
-        #: those of them in which others store what this engine waits for
-        self._probed: set[PageStore] = set()
-        #: and those in which nothing is put
-        self._only_read: set[PageStore] = set()
-        self._owned: list[PageStore] = []
+        self._stores: dict[PageStore, _Use] = {}
         self._readers = WorkerExecutor(2, "aioinfer-pages-in")
         self._writers = WorkerExecutor(1, "aioinfer-pages-out")
         #: of arrivals under way, to look at what has come, and those that did not come in time
@@ -129,20 +140,12 @@ class PageTransfers:
             raise ConfigError("prefix_cache_dir: this engine has no prefix cache")
         if not self.possible:
             raise ConfigError("prefix_cache_dir: KV pages in the memory of a GPU cannot be stored yet")
-        self._stores[store] = behind
-        if probed:
-            self._probed.add(store)
-        if only_read:
-            self._only_read.add(store)
-        if owned:
-            self._owned.append(store)
+        self._stores[store] = _Use(behind, probed, only_read, owned)
         self._memory.finder = self
 
     def detach(self, store: PageStore) -> None:
         """Do not look there any more; reads that have begun go on. Idempotent."""
         self._stores.pop(store, None)
-        self._probed.discard(store)
-        self._only_read.discard(store)
         if not self._stores:
             self._memory.finder = None
             self._fresh.clear()
@@ -185,12 +188,12 @@ class PageTransfers:
         if not wanted:
             return None
         states = self._memory.states is not None
-        for store in self._probed:
-            store.refresh(wanted, states=states)
+        for store, use in self._stores.items():
+            if use.probed:
+                store.refresh(wanted, states=states)
         found = [(store.leading(wanted, states=states), store) for store in self._stores]
         count, store = max(found, key=lambda each: each[0])
-        meant = store in self._probed or store in self._only_read  # what is there was put there to be read
-        if not count or not (meant or self._core.rates.reading_pays()):
+        if not count or not (self._stores[store].meant or self._core.rates.reading_pays()):
             return None
         pages, slot = sequence.kv.pages[first : first + count], sequence.kv.slot
         arrival = Arrival(sequence.key, wanted[:count], pages, slot if states else 0)
@@ -231,7 +234,7 @@ class PageTransfers:
     # -- out ------------------------------------------------------------------------------------
 
     def committed(self, sequence: Request, start: int, stop: int) -> None:
-        if not any(self._stores.values()):
+        if not any(use.behind for use in self._stores.values()):
             return
         names = self._names(sequence, stop)
         if names:
@@ -261,7 +264,7 @@ class PageTransfers:
                 departure = self._memory.depart(tree.lock_node(node))
             except RuntimeError:
                 continue  # it was evicted before
-            stores = [store for store, behind in self._stores.items() if behind]
+            stores = [store for store, use in self._stores.items() if use.behind]
             work = self._put(departure, start, names, stores)
             self._writing = self._begin(self._writers, work, partial(self._written, departure))
             if not self._writing:
@@ -283,7 +286,7 @@ class PageTransfers:
         self._memory.departed(departure)
         self._memory.transfers.stored += count
         self._write_next()
-        self._wake()
+        self._nudge()
 
     async def store(
         self,
@@ -293,11 +296,15 @@ class PageTransfers:
         into: PageStore | None = None,
     ) -> int:
         """Put the pages of a cached prefix into a store, by default into all that are attached; returns how
-        many of the tokens it has then, counted from the first. What is not cached is not computed."""
+        many of the tokens it has then, counted from the first. What is not cached is not computed; of requests
+        that run, what is resolved is cached now."""
         tree, root = self._memory.tree, self.root(namespace, adapter_fingerprint)
-        stores = [each for each in self._stores if each not in self._only_read] if into is None else [into]
+        stores = [each for each, use in self._stores.items() if not use.only_read] if into is None else [into]
         if tree is None or root is None or not stores:
             return 0
+        for sequence in self._core.scheduler.queues.running.values():
+            if sequence.namespace == namespace:
+                self._core.commit(sequence)
         names: list[bytes] = []
         extend_names(names, root, token_key(ids), 4 * self._size)
         departure = self._memory.depart(tree.lock(token_key(ids[: len(names) * self._size]), namespace))
@@ -389,10 +396,10 @@ class PageTransfers:
             timer.cancel()
         for executor in (self._readers, self._writers):
             executor.shutdown(wait=False, cancel_futures=True)
+        for store, use in self._stores.items():
+            if use.owned:
+                store.close()
         self._stores.clear()
-        for store in self._owned:
-            store.close()
-        self._owned.clear()
 
 
 def _fill(device: HostPages, store: PageStore, arrival: Arrival, cell: int) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from aioinfer.cache.nodes import Snapshot
-from aioinfer.cache.radix import Lock
+    from aioinfer.cache.radix import Lock
 
 __all__ = ["Arrival", "Departure", "Transfers"]
 

@@ -30,8 +30,8 @@ def _engine(options: argparse.Namespace, **more: Any) -> Engine:
 
 
 async def turn(options: argparse.Namespace, report: Report) -> None:
-    """A row with medians over turns: TTFT beside one decode step at that context and a prompt of as many new
-    tokens alone, and the same request without a session."""
+    """A row with medians over turns: TTFT beside one decode step and as many new tokens computed at that
+    context, all before them cached; and beside the same step and a prompt of the new tokens alone."""
     rows = []
     async with _engine(options) as engine:
         await warm_up(engine)
@@ -46,17 +46,18 @@ async def turn(options: argparse.Namespace, report: Report) -> None:
                     again = await engine.generate(
                         [*session.token_ids[:known], *tokens(_NEW, 1000 * number + at + 900)], greedy(2)
                     )
-                    assert found.usage is not None
-                    step = decode + ttft(alone)
+                    at_context = ttft(again) * _NEW / (known + _NEW - again.usage.cached_tokens)
+                    step = decode + at_context
                     rows.append(
                         {
                             "cold_ms": 1e3 * cold,
                             "ttft_ms": 1e3 * ttft(found),
                             "decode_ms": 1e3 * decode,
-                            "prefill_ms": 1e3 * ttft(alone),
+                            "new_ms": 1e3 * at_context,
                             "ratio": ttft(found) / step,
                             "computed": known + _NEW - found.usage.cached_tokens,
-                            "no_session_ms": 1e3 * ttft(again),
+                            "alone_ms": 1e3 * ttft(alone),
+                            "of_alone": ttft(found) / (decode + ttft(alone)),
                         }
                     )
                     decode = gap(found)

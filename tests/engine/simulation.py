@@ -23,7 +23,7 @@ from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.holding import hold_and_commit, through_a_session
 from tests.engine.laws import LawChecker, watch
-from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt
+from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt, with_store
 from tests.speculation.drafters import name_of
 from tests.toys import ToyTokenizer
 
@@ -285,6 +285,17 @@ async def renew(world: World) -> None:
             return
 
 
+async def forget(world: World) -> None:
+    """The prefix cache is flushed again and again."""
+    dice = random.Random((world.engine.config.seed or 0) + 9)
+    while world.forgetting is not None:
+        await asyncio.sleep(dice.expovariate(1 / world.forgetting))
+        try:
+            world.engine.flush_cache()
+        except (errors.EngineFailed, errors.EngineClosed):
+            return
+
+
 def park_and_unpark(engine: Engine) -> None:
     """As if the consumers of all requests lagged, and read on at once, whatever is in flight."""
     runtime = engine._started()
@@ -312,11 +323,11 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
         world.store = None  # snapshots are not kept, and so no prefixes
     if world.store is not None:
         runtime.transfers.attach(world.store, behind=True)
-        if world.device.page_size < 8:  # else reading is slower than the toy
+        if world.forgetting is not None or world.device.page_size < 8:  # else reading is slower than the toy
             runtime.core.rates = Eager()
     checker = watch(world.engine)
     assert world.engine.ready
-    operators = [asyncio.ensure_future(operate(world)), asyncio.ensure_future(renew(world))]
+    operators = [asyncio.ensure_future(each(world)) for each in (operate, renew, forget)]
     operators.append(asyncio.ensure_future(hold_and_commit(world.engine, world.engine.config.seed or 0)))
     if world.adapters is not None:
         operators.append(asyncio.ensure_future(world.adapters.operate(world.engine)))
@@ -386,26 +397,33 @@ def simulate(
 
 def main() -> None:
     """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes. With ``--diffusion``,
-    of a diffusion model."""
+    of a diffusion model; with ``--stores``, of engines that find most of what they forget in a store."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lifetimes", type=int, default=100_000)
     parser.add_argument("--per-world", type=int, default=80)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--diffusion", action="store_true")
+    parser.add_argument("--stores", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
+    pages: Counter[str] = Counter()
     worlds = -(-options.lifetimes // options.per_world)
-    make = make_block_world if options.diffusion else make_world
+    make: MakeWorld = make_block_world if options.diffusion else make_world
+    if options.stores:
+        make = with_store(make)
     for seed in range(options.first_seed, options.first_seed + worlds):
         world, checker = simulate(seed, options.per_world, make=make)
         counts += world.counts
         totals += checker.totals()
+        moved = world.engine._core.scheduler.memory.transfers
+        pages.update(loaded=moved.arrived, missed=moved.failed, stored=moved.stored)
     seconds = time.perf_counter() - started
     print(f"{counts.total()} lifetimes in {worlds} worlds, {seconds:.1f} s: every law held")
     print(dict(counts.most_common()))
     print(dict(totals.most_common()))
+    print("pages:", dict(pages))
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ class World:
     renewal: float | None = None
     #: keeps pages besides the engine; None: nothing does
     store: FlakyStore | None = None
+    #: seconds between two flushes of the prefix cache besides those of the operator; None: there are none
+    forgetting: float | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -211,6 +213,21 @@ def random_store(
         return renewal, None
     renewal = rng.choice([None, None, renewal])
     return renewal, FlakyStore(rng, rng.choice([1, 4, 30, 1000]), rng.choice([0.0, 0.05, 0.3]))
+
+
+def with_store(make: Callable[..., World]) -> Callable[..., World]:
+    """The same worlds, each with a store that has most of what the engine itself forgets soon."""
+
+    def made(seed: int, *arguments: Any) -> World:
+        world = make(seed, *arguments)
+        rng = random.Random(seed + 9)
+        if world.engine.config.prefix_cache:
+            world.store = FlakyStore(rng, 1000, 0.1)
+            world.renewal = None
+            world.forgetting = rng.choice([0.01, 0.05])
+        return world
+
+    return made
 
 
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
