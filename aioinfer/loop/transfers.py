@@ -296,8 +296,8 @@ class PageTransfers:
         into: PageStore | None = None,
     ) -> int:
         """Put the pages of a cached prefix into a store, by default into all that are attached; returns how
-        many of the tokens it has then, counted from the first. What is not cached is not computed; of requests
-        that run, what is resolved is cached now."""
+        many of the tokens it has then, counted from the first. What is not cached is not computed; what is
+        resolved of requests that run is cached now."""
         tree, root = self._memory.tree, self.root(namespace, adapter_fingerprint)
         stores = [each for each, use in self._stores.items() if not use.only_read] if into is None else [into]
         if tree is None or root is None or not stores:
