@@ -70,7 +70,7 @@ class Membership(EngineLike):
                 exchange = Exchange(self._exchange_gib, self._kind)
                 try:
                     await running.use_file(exchange.open)
-                    running.check_serving()
+                    running.check_open()
                 except BaseException:
                     exchange.close()
                     raise
@@ -106,9 +106,11 @@ class Membership(EngineLike):
             raise ConfigError("the engine belongs to the dispatcher already")
         replica = self._replica_of(engine, f"local-{self._named}")
         self._named += 1
-        replica.role, replica.exchange = role, self._exchange
+        replica.role = role
         self._replicas.append(replica)
         try:
+            if role != "both":
+                await self._share()
             await self._launch(running, replica)
         except BaseException:
             self._forget(replica)
@@ -163,6 +165,7 @@ class Membership(EngineLike):
     async def _launch(self, running: Dispatching, replica: Replica) -> None:
         """Start an engine, unless the dispatcher closes: it would outlive that; and send requests to it."""
         running.check_open()
+        replica.exchange = self._exchange
         await replica.launch()
         await self._unless_closed(running, replica)
         check_same_model(replica, running.info)

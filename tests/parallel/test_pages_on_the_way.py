@@ -1,0 +1,31 @@
+"""What goes wrong between two replicas while pages are on their way from one to the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aioinfer import SamplingParams
+from tests.parallel.framed import Kind, both
+from tests.parallel.toys import Toy, expected, prompt, toys, virtual
+
+ROLES: dict[str, Any] = {"roles": ["prefill", "decode"], "prefill_tokens": 32}
+LONG = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
+
+
+def two(**settings: Any) -> list[Toy]:
+    return toys(2, deterministic=True, **settings)
+
+
+def prefilled(engine: Toy) -> int:
+    return engine.stats().prefill_tokens
+
+
+@both
+@virtual
+async def test_the_first_replica_with_a_role_may_be_added_later(kind: Kind) -> None:
+    async with kind(toys(1, deterministic=True), prefill_tokens=32) as dispatcher:
+        await dispatcher.add(Toy(deterministic=True), role="prefill")
+        for ids in (prompt(1, 64), prompt(2, 64)):
+            assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
+        stats = dispatcher.stats()
+        assert (stats.handovers, stats.handovers_without_pages, stats.ready_replicas) == (1, 0, 2)
