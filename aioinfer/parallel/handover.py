@@ -103,10 +103,11 @@ async def relay(source: Replica, target: Replica, names: Sequence[bytes]) -> int
     """Carry pages from one replica to another, piece by piece; returns how many of the first are there then.
     Raises EngineError: one of the two is lost."""
     for count, name in enumerate(names):
-        at, total = 0, 1
-        while at < total:
-            total, data = await source.fetch(name, at)
-            if not data or not await target.give(name, at, total, data):
-                return count
-            at += len(data)
+        async with target.taking[""]:
+            at, total = 0, 1
+            while at < total:
+                total, data = await source.fetch(name, at)
+                if not data or not await target.give(name, at, total, data):
+                    return count
+                at += len(data)
     return len(names)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
+
 from aioinfer import SamplingParams
-from tests.parallel.framed import Kind, both
+from aioinfer.parallel import messages
+from tests.parallel.framed import Kind, both, framed
 from tests.parallel.toys import Toy, expected, prompt, toys, virtual
 
 ROLES: dict[str, Any] = {"roles": ["prefill", "decode"], "prefill_tokens": 32}
@@ -29,3 +33,19 @@ async def test_the_first_replica_with_a_role_may_be_added_later(kind: Kind) -> N
             assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
         stats = dispatcher.stats()
         assert (stats.handovers, stats.handovers_without_pages, stats.ready_replicas) == (1, 0, 2)
+
+
+@virtual
+async def test_pages_of_several_pieces_go_to_one_replica_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(messages, "PIECE", 20)
+    engines = two()
+    async with framed(engines, **ROLES) as dispatcher:
+        prompts = [prompt(seed, 64) for seed in range(8)]
+        found = await asyncio.gather(*[dispatcher.generate(ids, LONG) for ids in prompts])
+        assert [each.token_ids for each in found] == [expected(ids, LONG) for ids in prompts]
+        stats = dispatcher.stats()
+        assert (stats.handovers, stats.handovers_without_pages) == (8, 0)
+        await asyncio.sleep(1.0)
+        assert prefilled(engines[1]) == 8
