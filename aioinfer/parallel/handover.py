@@ -107,7 +107,8 @@ async def relay(source: Replica, target: Replica, names: Sequence[bytes]) -> int
             at, total = 0, 1
             while at < total:
                 total, data = await source.fetch(name, at)
-                if not data or not await target.give(name, at, total, data):
+                right = data and at + len(data) <= total
+                if not (right and await target.give(name, at, total, data)):
                     return count
                 at += len(data)
     return len(names)

@@ -49,3 +49,20 @@ async def test_pages_of_several_pieces_go_to_one_replica_at_the_same_time(
         assert (stats.handovers, stats.handovers_without_pages) == (8, 0)
         await asyncio.sleep(1.0)
         assert prefilled(engines[1]) == 8
+
+
+@virtual
+async def test_a_replica_that_sends_nonsense_is_no_end_of_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = two()
+    async with framed(engines, **ROLES) as dispatcher:
+        for answer in ((0, b"page"), (5, b"page" * 2)):
+
+            async def nonsense(name: bytes, at: int, answer: Any = answer) -> tuple[int, bytes]:
+                return answer
+
+            monkeypatch.setattr(dispatcher._replicas[0], "fetch", nonsense)
+            ids = prompt(answer[0], 64)
+            assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
+        assert dispatcher.stats().ready_replicas == 2
