@@ -43,7 +43,7 @@ class Handovers:
         """``again``: queues a stream. ``successor``: as :meth:`Placing.successor`."""
         self._again = again
         self._successor = successor
-        self._tasks: dict[Record, asyncio.Task[None]] = {}
+        self._tasks: dict[Record, tuple[asyncio.Task[None], asyncio.TimerHandle]] = {}
         #: with those of streams that have ended meanwhile
         self._all: set[asyncio.Task[None]] = set()
         #: streams that were handed over, and those of them whose pages were not stored in time
@@ -52,9 +52,10 @@ class Handovers:
     def begin(self, record: Record, source: Replica) -> None:
         """The source computes nothing more of a record: have its pages stored, and then the record queued."""
         self.done += 1
-        store = self._store(record, source)
-        task = asyncio.get_running_loop().create_task(store, name="aioinfer-handover")
-        self._tasks[record] = task
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._store(record, source), name="aioinfer-handover")
+        # A worker that hangs cannot be cancelled: the task may outlive this.
+        self._tasks[record] = task, loop.call_later(_PATIENCE, self._go_on, record)
         self._all.add(task)
         task.add_done_callback(self._all.discard)
 
@@ -63,30 +64,39 @@ class Handovers:
 
     def drop(self, record: Record) -> None:
         """It has ended. Idempotent."""
-        task = self._tasks.pop(record, None)
-        if task is not None:
-            task.cancel()
+        self._end(record)
+
+    def _end(self, record: Record) -> bool:
+        found = self._tasks.pop(record, None)
+        if found is not None:
+            for each in found:
+                each.cancel()
+        return found is not None
+
+    def _go_on(self, record: Record) -> None:
+        """Whatever is stored, unless the stream has gone on or ended."""
+        if self._end(record):
+            self.without_pages += not record.stored
+            self._again(record)
 
     async def _store(self, record: Record, source: Replica) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE):
-                target = None
-                if source.exchange is not None and source.exchange.by_messages:
-                    target = self._successor(record, 0)
-                    record.near = "" if target is None else target.name
-                record.stored = await carry(record.prefix, source, target)
-        except (TimeoutError, AioInferError) as error:
+            target = None
+            if source.exchange is not None and source.exchange.by_messages:
+                target = self._successor(record, 0)
+                record.near = "" if target is None else target.name
+            record.stored = await carry(record.prefix, source, target)
+        except AioInferError as error:
             _log.debug("the pages of %s stay on %s: %r", record, source.name, error)
         except Exception:
             _log.exception("the pages of %s could not be stored on %s", record, source.name)
-        self.without_pages += not record.stored
-        if self._tasks.pop(record, None) is not None:
-            self._again(record)
+        finally:
+            self._go_on(record)
 
     async def aclose(self) -> None:
-        """Wait until all have ended, as their records have."""
+        """Wait until all have ended, as their records have; but for no worker that hangs."""
         if self._all:
-            await asyncio.wait(self._all)
+            await asyncio.wait(self._all, timeout=_PATIENCE)
 
 
 async def carry(prefix: Prefix, source: Replica, target: Replica | None) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from aioinfer import SamplingParams
+from aioinfer.loop.transfers import PageTransfers
 from aioinfer.parallel import messages
 from tests.parallel.framed import Kind, both, framed
 from tests.parallel.toys import Toy, expected, prompt, toys, virtual
@@ -66,3 +67,27 @@ async def test_a_replica_that_sends_nonsense_is_no_end_of_another_one(
             ids = prompt(answer[0], 64)
             assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
         assert dispatcher.stats().ready_replicas == 2
+
+
+@both
+@virtual
+async def test_a_stream_waits_no_longer_for_a_worker_that_hangs(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = two()
+    async with kind(engines, **ROLES) as dispatcher:
+        run, hanging = PageTransfers._run, list[asyncio.Future[int]]()
+
+        def hangs(self: PageTransfers, executor: Any, work: Any) -> asyncio.Future[int]:
+            if executor is not engines[0]._started().transfers._writers:
+                return run(self, executor, work)
+            hanging.append(asyncio.get_running_loop().create_future())
+            return hanging[-1]
+
+        monkeypatch.setattr(PageTransfers, "_run", hangs)
+        loop, ids = asyncio.get_running_loop(), prompt(7, 64)
+        asyncio.get_running_loop().call_later(60, lambda: [each.set_result(0) for each in hanging])
+        begun = loop.time()
+        assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
+        assert 5 <= loop.time() - begun < 6
+        assert dispatcher.stats().handovers_without_pages == 1
