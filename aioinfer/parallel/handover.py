@@ -68,10 +68,12 @@ class Handovers:
 
     def _end(self, record: Record) -> bool:
         found = self._tasks.pop(record, None)
-        if found is not None:
-            for each in found:
-                each.cancel()
-        return found is not None
+        if found is None:
+            return False
+        task, timer = found
+        task.cancel()
+        timer.cancel()
+        return True
 
     def _go_on(self, record: Record) -> None:
         """Whatever is stored, unless the stream has gone on or ended."""

@@ -12,6 +12,7 @@ from aioinfer.cache.radix import token_key
 from aioinfer.errors import EngineError
 from aioinfer.loop.holding import Prefix
 from aioinfer.parallel import messages
+from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.prefixes import take_away
 from aioinfer.parallel.replica import Replica, ReplicaState
 
@@ -159,7 +160,9 @@ class Holds:
         self._warming: dict[int, asyncio.Task[Kept | None]] = {}
 
     def hold(self, order: messages.Hold) -> None:
-        """As the message says."""
+        """As the message says. Raises FrameError."""
+        if order.number in self._held or order.number in self._warming:
+            raise FrameError(f"hold {order.number} is there already")
         if order.compute:
             warming = warm(self._engine, _prefix(order), order.seconds)
             task = asyncio.get_running_loop().create_task(warming, name="aioinfer-warming")

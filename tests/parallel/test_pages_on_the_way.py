@@ -10,8 +10,8 @@ import pytest
 from aioinfer import SamplingParams
 from aioinfer.loop.transfers import PageTransfers
 from aioinfer.parallel import messages
-from tests.parallel.framed import Kind, both, framed
-from tests.parallel.toys import Toy, expected, prompt, toys, virtual
+from tests.parallel.framed import FramedReplica, Kind, both, framed
+from tests.parallel.toys import PARAMS, Toy, expected, prompt, toys, virtual
 
 ROLES: dict[str, Any] = {"roles": ["prefill", "decode"], "prefill_tokens": 32}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
@@ -53,9 +53,7 @@ async def test_pages_of_several_pieces_go_to_one_replica_at_the_same_time(
 
 
 @virtual
-async def test_a_replica_that_sends_nonsense_is_no_end_of_another_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_replica_that_sends_nonsense_ends_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = two()
     async with framed(engines, **ROLES) as dispatcher:
         for answer in ((0, b"page"), (5, b"page" * 2)):
@@ -91,3 +89,17 @@ async def test_a_stream_waits_no_longer_for_a_worker_that_hangs(
         assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
         assert 5 <= loop.time() - begun < 6
         assert dispatcher.stats().handovers_without_pages == 1
+
+
+@virtual
+async def test_a_number_of_a_hold_is_used_once() -> None:
+    engines = toys(1)
+    async with framed(engines) as dispatcher:
+        await dispatcher.generate(ids := prompt(1, 64), PARAMS)
+        replica: Any = dispatcher._replicas[0]
+        assert isinstance(replica, FramedReplica)
+        for _ in range(2):
+            replica._link.connection.send(messages.Hold(99, ids))
+        await asyncio.sleep(0.5)
+        assert replica._link.connection.closed
+        assert engines[0]._started().core.scheduler.memory.held_pages == 0
