@@ -104,10 +104,14 @@ class Handovers:
 async def carry(prefix: Prefix, source: Replica, target: Replica | None) -> int:
     """Have a replica store a prefix for others, and carry its pages to the target, where these two do not
     share a store; returns how many of the tokens are there then. Raises EngineError."""
-    stored = await source.store_prefix(prefix)
     exchange = source.exchange
-    if target is None or exchange is None or not exchange.by_messages or not stored.names:
+    if exchange is None:
+        return 0
+    stored = await source.store_prefix(prefix)
+    if not exchange.by_messages:
         return stored.tokens
+    if target is None or target.exchange is None or not stored.names:
+        return 0
     return stored.tokens * await relay(source, target, stored.names) // len(stored.names)
 
 

@@ -68,8 +68,7 @@ class LocalReplica(Replica):
         else:
             self.engine.cached_tokens(())  # raises unless it serves here
         self._info = self.engine.info
-        if self.exchange is not None:
-            await self.share(self.exchange)
+        await self.share_again()
 
     async def share(self, exchange: Exchange) -> None:
         check_pages(self.engine)

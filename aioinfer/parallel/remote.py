@@ -107,8 +107,7 @@ class SocketReplica(Replica):
         self._link, self._welcome, self._stats, self._life = link, welcome, welcome.stats, welcome.life
         self._adapters = list(welcome.adapters)
         link.connection.begin_beats()
-        if self.exchange is not None:
-            await self.share(self.exchange)
+        await self.share_again()
 
     def begin_launch(self) -> None:
         """Forget what is known of an earlier process."""

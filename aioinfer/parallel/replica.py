@@ -7,6 +7,7 @@ numbers its attempts and knows from these alone how much each replica has to do.
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,9 @@ __all__ = [
     "Wanted",
     "close_all",
 ]
+
+
+_log = logging.getLogger("aioinfer")
 
 
 class Diverged(Exception):
@@ -305,6 +309,18 @@ class Replica(ABC):
         """From now on, leave pages for others there and find theirs. Raises ConfigError: it cannot;
         EngineError."""
         raise ConfigError("roles: pages of this engine cannot be given to others")
+
+    async def share_again(self) -> None:
+        """The same in another process, at its start. One that has served before does without, if it must."""
+        if self.exchange is None:
+            return
+        try:
+            await self.share(self.exchange)
+        except ConfigError as error:
+            if not self.restarting:
+                raise
+            self.exchange = None
+            _log.warning("the replica %s leaves no pages for others: %s", self.name, error)
 
     async def store_prefix(self, prefix: Prefix) -> Stored:
         """Put the KV of a prefix, as far as it is cached, where other replicas get it. Raises EngineError."""

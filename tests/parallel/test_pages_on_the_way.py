@@ -103,3 +103,23 @@ async def test_a_number_of_a_hold_is_used_once() -> None:
         await asyncio.sleep(0.5)
         assert replica._link.connection.closed
         assert engines[0]._started().core.scheduler.memory.held_pages == 0
+
+
+@virtual
+async def test_a_replica_is_restarted_though_the_place_for_pages_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from aioinfer.errors import ConfigError
+    from aioinfer.parallel import shared_pages
+
+    engines = two()
+    async with framed(engines, **ROLES) as dispatcher:
+
+        def refuse(*_: Any) -> Any:
+            raise ConfigError("no place")
+
+        monkeypatch.setattr(shared_pages, "MemoryStore", refuse)
+        await dispatcher.restart("local-0")
+        assert dispatcher.stats().ready_replicas == 2
+        ids = prompt(1, 64)
+        assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
