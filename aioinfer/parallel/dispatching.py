@@ -212,6 +212,7 @@ class Dispatching(Sending):
         if begun and self.placing.successor(record, len(self.handovers)) is not None:
             self._leave(attempt, abort=True)
             self._limit(record)
+            record.handed_over = True
             self.handovers.begin(record, attempt.replica)
 
     def _finish(self, attempt: Attempt, ending: Ending) -> None:
@@ -263,7 +264,7 @@ class Dispatching(Sending):
 
     def _again(self, record: Record) -> None:
         """Queue a stream for another attempt, after a loss or a move."""
-        record.stored, record.near = 0, ""
+        record.stored, record.near, record.handed_over = 0, "", False
         if record.lost_at is None and record.output.admitted_at is not None:
             record.lost_at = self.clock()
         self.resumed += record.output.admitted_at is not None

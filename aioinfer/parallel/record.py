@@ -37,6 +37,7 @@ class Record(OpenRequest):
 
     __slots__ = (
         "characters",
+        "handed_over",
         "home",
         "lane",
         "losses",
@@ -61,6 +62,8 @@ class Record(OpenRequest):
         #: known tokens that have their KV where replicas leave it for each other, and the one replica that
         #: has it; empty: all that share a store
         self.stored, self.near = 0, ""
+        #: the replica that it was sent to before has let go of it
+        self.handed_over = False
         #: the replica that it was sent to last
         self.home = ""
         #: errors that ended attempts which had come to the same token, and how many tokens there were

@@ -128,9 +128,13 @@ class Sending(Service[Record], ReplicaEvents):
 
     def _wanted(self, record: Record) -> Wanted | None:
         """Arithmetic and weights that an output must go on with. None: any."""
-        if self.on_loss != "identical" or not record.output.token_ids or not record.output.identical:
+        if not (record.output.token_ids and record.output.identical):
             return None
-        return Wanted(record.output.numerics, record.output.newest_version)
+        wanted = Wanted(record.output.numerics, record.output.newest_version)
+        if self.on_loss == "identical":
+            return wanted
+        # Nothing was lost, so nothing is to show: it rather waits.
+        return wanted if record.handed_over and self.placing.computes(record, wanted) else None
 
     def _nowhere(self, record: Record, wanted: Wanted | None) -> RequestError | EngineError:
         """The error of a request that no replica computes, now or soon."""

@@ -9,7 +9,7 @@ import pytest
 
 from aioinfer import SamplingParams
 from aioinfer.loop.transfers import PageTransfers
-from aioinfer.parallel import messages
+from aioinfer.parallel import Dispatcher, messages
 from tests.parallel.framed import FramedReplica, Kind, both, framed
 from tests.parallel.toys import PARAMS, Toy, expected, prompt, toys, virtual
 
@@ -123,3 +123,19 @@ async def test_a_replica_is_restarted_though_the_place_for_pages_is_gone(
         assert dispatcher.stats().ready_replicas == 2
         ids = prompt(1, 64)
         assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
+
+
+@virtual
+async def test_no_handover_changes_the_arithmetic_of_a_stream() -> None:
+    """Not even one without pages, where the replicas that keep it have much to do."""
+    small: dict[str, Any] = {"max_running_requests": 4, "max_step_tokens": 64, "chunk_size": 64}
+    engines = [
+        Toy(deterministic=True),
+        Toy(deterministic=True, **small),
+        Toy(deterministic=True, quantization="int8"),
+    ]
+    options: dict[str, Any] = {**ROLES, "roles": ["prefill", "decode", "decode"], "exchange_gib": 1e-8}
+    async with Dispatcher(engines, **options) as dispatcher:
+        streams = [dispatcher.generate(prompt(seed, 256), LONG) for seed in range(12)]
+        assert [(await stream).identical for stream in streams] == [True] * 12
+        assert dispatcher.stats().handovers_without_pages > 1
