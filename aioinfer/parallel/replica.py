@@ -311,7 +311,7 @@ class Replica(ABC):
         raise ConfigError("roles: pages of this engine cannot be given to others")
 
     async def share_again(self) -> None:
-        """The same in another process, at its start. One that has served before does without, if it must."""
+        """The same at a start. One that has served before does without, if it must."""
         if self.exchange is None:
             return
         try:

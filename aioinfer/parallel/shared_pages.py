@@ -54,29 +54,32 @@ class SharedPages:
         work = self._engine.store_prefix(order.ids, cache_salt=order.cache_salt, adapter=order.adapter)
         task = asyncio.get_running_loop().create_task(work, name="aioinfer-pages")
         self._storing.add(task)
-        task.add_done_callback(functools.partial(self._stored, order))
+        # Its adapter may be gone when this has ended.
+        task.add_done_callback(functools.partial(self._stored, order, self._root(order)))
 
-    def _stored(self, order: messages.Store, task: asyncio.Task[int]) -> None:
+    def _stored(self, order: messages.Store, root: bytes | None, task: asyncio.Task[int]) -> None:
         self._storing.discard(task)
         if task.cancelled():
             return
-        tokens = 0
+        tokens, names = 0, list[bytes]()
         if (error := task.exception()) is not None:
             _log.debug("a prefix was not stored: %r", error)
         else:
             tokens = task.result()
-        names = self._names(order, tokens) if tokens else []
+        if root is not None and (size := self._engine.info.page_size):
+            extend_names(names, root, token_key(order.ids[:tokens]), 4 * size)
         self._send(messages.Stored(order.number, tokens, names))
 
-    def _names(self, order: messages.Store, tokens: int) -> list[bytes]:
-        engine, names = self._engine, list[bytes]()
-        core = engine._started().core
-        version = None if order.adapter is None else core.adapters.find(order.adapter)
-        uid, fingerprint = (0, "") if version is None else (version.uid, version.fingerprint)
-        root = self._transfers.root(Namespace(order.cache_salt, uid, core.weight_version), fingerprint)
-        if root is not None and (size := engine.info.page_size):
-            extend_names(names, root, token_key(order.ids[:tokens]), 4 * size)
-        return names
+    def _root(self, order: messages.Store) -> bytes | None:
+        """Of the names of its pages; None: they have none."""
+        core = self._engine._started().core
+        uid, fingerprint = 0, ""
+        if order.adapter is not None:
+            if order.adapter not in core.adapters.loaded:
+                return None
+            version = core.adapters.find(order.adapter)
+            uid, fingerprint = version.uid, version.fingerprint
+        return self._transfers.root(Namespace(order.cache_salt, uid, core.weight_version), fingerprint)
 
     def fetch(self, order: messages.Fetch) -> None:
         """As the message says."""

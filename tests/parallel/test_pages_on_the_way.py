@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from aioinfer.loop.transfers import PageTransfers
 from aioinfer.parallel import Dispatcher, messages
 from tests.parallel.framed import FramedReplica, Kind, both, framed
 from tests.parallel.toys import PARAMS, Toy, expected, prompt, toys, virtual
+from tests.toys.adapters import write_toy_adapter
 
 ROLES: dict[str, Any] = {"roles": ["prefill", "decode"], "prefill_tokens": 32}
 LONG = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0)
@@ -139,3 +141,27 @@ async def test_no_handover_changes_the_arithmetic_of_a_stream() -> None:
         streams = [dispatcher.generate(prompt(seed, 256), LONG) for seed in range(12)]
         assert [(await stream).identical for stream in streams] == [True] * 12
         assert dispatcher.stats().handovers_without_pages > 1
+
+
+@virtual
+async def test_an_adapter_may_be_unloaded_while_pages_of_it_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = two()
+    async with framed(engines, policy="prefix") as dispatcher:
+        await dispatcher.load_adapter("a", write_toy_adapter(tmp_path / "adapter", "1"))
+        session = dispatcher.session(adapter="a")
+        await session.generate(prompt(1, 200), PARAMS)
+        await asyncio.sleep(0.5)
+        pages = [each._started().core.scheduler.memory.held_pages for each in engines]
+        source, store = engines[pages.index(max(pages))], Toy.store_prefix
+
+        async def unloads(*arguments: Any, **options: Any) -> int:
+            found = await store(source, *arguments, **options)
+            await source.unload_adapter("a")
+            return found
+
+        monkeypatch.setattr(source, "store_prefix", unloads)
+        begun = asyncio.get_running_loop().time()
+        assert await session.move(f"local-{pages.index(0)}") == 208
+        assert asyncio.get_running_loop().time() - begun < 1
