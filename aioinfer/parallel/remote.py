@@ -215,12 +215,13 @@ class SocketReplica(Replica):
         return link.holds.new(lambda number: messages.Hold(number, *prefix, seconds))
 
     async def warm(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        link = self._link
         answer = await self._ask(
             lambda number: messages.Hold(number, *prefix, seconds, compute=True), messages.Release
         )
         if answer.error is not None:
             raise answer.error
-        return None if self._link is None else self._link.holds.made(answer)
+        return None if link is None or link.connection.closed else link.holds.made(answer)
 
     async def _ask(
         self,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from aioinfer import SamplingParams
+from aioinfer.loop.holding import Prefix
 from aioinfer.loop.transfers import PageTransfers
 from aioinfer.parallel import Dispatcher, messages
 from tests.parallel.framed import FramedReplica, Kind, both, framed
@@ -165,3 +166,24 @@ async def test_an_adapter_may_be_unloaded_while_pages_of_it_are_stored(
         begun = asyncio.get_running_loop().time()
         assert await session.move(f"local-{pages.index(0)}") == 208
         assert asyncio.get_running_loop().time() - begun < 1
+
+
+@virtual
+async def test_what_was_held_when_the_connection_ended_is_held_no_longer() -> None:
+    engines = toys(1)
+    async with framed(engines) as dispatcher:
+        dispatcher._started().when_lost = None
+        replica: Any = dispatcher._replicas[0]
+        link = replica._link
+        answer, received = asyncio.get_running_loop().create_future(), link.received
+
+        def ends(message: Any) -> None:
+            received(message)
+            if isinstance(message, messages.Held):
+                link.connection.connection_lost(None)
+                answer.set_result(None)
+
+        link.received = ends
+        kept = await replica.warm(Prefix(prompt(1, 64), "", None), None)
+        assert answer.done()
+        assert kept is None or kept.held_tokens == 0
