@@ -164,7 +164,8 @@ class Fetch(Message, tag=11):
 
 
 class Keep(Message, tag=12):
-    """A piece of a page of another replica; answered by :class:`Kept`. Those of a page follow each other."""
+    """A piece of a page of another replica; answered by :class:`Kept`. Those of a page follow each
+    other; several pages may come in at the same time."""
 
     number: int
     name: _Name

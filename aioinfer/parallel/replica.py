@@ -15,7 +15,6 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.errors import ConfigError
-from aioinfer.loop.waiting import NamedLocks
 from aioinfer.parallel.prefixes import take_away
 from aioinfer.parallel.roles import Role
 
@@ -171,8 +170,6 @@ class Replica(ABC):
         self.events = ReplicaEvents()
         #: where it leaves pages for others and finds theirs; None: nowhere
         self.exchange: Exchange | None = None
-        #: it is given the pieces of one page at a time
-        self.taking = NamedLocks()
         #: it is given other weights: for some time it computes nothing
         self.updating = False
         #: it is not heard at the moment, and gets no new work

@@ -26,6 +26,9 @@ __all__ = ["SharedPages"]
 
 _log = logging.getLogger("aioinfer")
 
+#: pages that come in at the same time; the first of more are given up
+_MOST_COMING = 32
+
 
 class SharedPages:
     """Answers the orders of one connection that are about pages, and no others; on the loop of the engine."""
@@ -45,9 +48,9 @@ class SharedPages:
         self._transfers = engine._started().transfers
         self._transfers.attach(self._store, probed=order.directory is not None)
         self._storing: set[asyncio.Task[int]] = set()
-        #: the page that was fetched last, and the one that comes in
+        #: the page that was fetched last, and those that come in
         self._out: tuple[bytes, bytes] = b"", b""
-        self._in: tuple[bytes, bytearray] = b"", bytearray()
+        self._in: dict[bytes, bytearray] = {}
 
     def store(self, order: messages.Store) -> None:
         """As the message says."""
@@ -115,16 +118,22 @@ class SharedPages:
         size, state = self._sizes
         if order.total not in (size, size + state):
             return False
+        name, end = order.name, order.at + len(order.data)
+        there = self._store.has_state(name) if order.total > size else self._store.has(name)
+        if there or len(self._in.get(name, b"")) >= end:
+            return True  # it comes for two streams
         if not order.at:
-            self._in = order.name, bytearray()
-        name, data = self._in
-        if name != order.name or len(data) != order.at or order.at + len(order.data) > order.total:
+            self._in.pop(name, None)
+            if len(self._in) >= _MOST_COMING:
+                del self._in[next(iter(self._in))]
+            self._in[name] = bytearray()
+        data = self._in.get(name)
+        if data is None or len(data) != order.at or end > order.total:
             return False
         data += order.data
-        if len(data) < order.total:
+        if end < order.total:
             return True
-        self._in = b"", bytearray()
-        view = memoryview(data)
+        view = memoryview(self._in.pop(name))
         return self._store.put(name, [view[:size]], [view[size:]] if order.total > size else None)
 
     def close(self) -> None:
