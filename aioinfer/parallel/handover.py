@@ -87,7 +87,8 @@ class Handovers:
             if source.exchange is not None and source.exchange.by_messages:
                 target = self._successor(record, 0)
                 record.near = "" if target is None else target.name
-            record.stored = await carry(record.prefix, source, target)
+            # The last known token is always computed.
+            record.stored = min(await carry(record.prefix, source, target), record.known - 1)
         except AioInferError as error:
             _log.debug("the pages of %s stay on %s: %r", record, source.name, error)
         except Exception:

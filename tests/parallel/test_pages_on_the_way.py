@@ -12,6 +12,8 @@ from aioinfer import SamplingParams
 from aioinfer.loop.holding import Prefix
 from aioinfer.loop.transfers import PageTransfers
 from aioinfer.parallel import Dispatcher, messages
+from aioinfer.parallel.placing import Placement
+from aioinfer.parallel.replica import Attempt, Stored
 from tests.parallel.framed import Kind, both, framed
 from tests.parallel.toys import PARAMS, Toy, expected, prompt, toys, virtual
 from tests.toys.adapters import write_toy_adapter
@@ -187,3 +189,28 @@ async def test_what_was_held_when_the_connection_ended_is_held_no_longer() -> No
         kept = await replica.warm(Prefix(prompt(1, 64), "", None), None)
         assert answer.done()
         assert kept is None or kept.held_tokens == 0
+
+
+@both
+@virtual
+async def test_a_replica_that_says_it_has_stored_too_much_makes_nobody_look_idle(
+    kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kind(two(), **ROLES) as dispatcher:
+        source, placing = dispatcher._replicas[0], dispatcher._started().placing
+        place, seen = placing.place, list[int]()
+
+        async def boasts(prefix: Prefix) -> Stored:
+            return Stored(10**6)
+
+        def places(attempt: Attempt, placement: Placement) -> None:
+            seen.append(placement.uncached)
+            place(attempt, placement)
+
+        monkeypatch.setattr(source, "store_prefix", boasts)
+        monkeypatch.setattr(placing, "place", places)
+        # So that those that share a store are looked at.
+        monkeypatch.setattr(type(source.exchange), "by_messages", False)
+        ids = prompt(1, 64)
+        assert (await dispatcher.generate(ids, LONG)).token_ids == expected(ids, LONG)
+        assert seen == [64, 1]
