@@ -25,7 +25,8 @@ __all__ = ["import_extensions", "importing_transformers", "preload_torch"]
 _LIBRARIES = (("libtorch_global_deps", "RTLD_GLOBAL"), ("libtorch_python", "RTLD_LOCAL"))
 #: other modules with compiled parts that an engine needs
 _EXTENSIONS = (
-    *("importlib.metadata", "jinja2", "mmap", "msgspec", "numpy", "pydantic", "tokenizers", "zoneinfo"),
+    *("importlib.metadata", "jinja2", "mmap", "msgspec", "numpy", "pydantic", "tokenizers", "xxhash"),
+    "zoneinfo",
 )
 #: held while transformers is imported, and while torch's libraries are loaded
 _importing, _loading = threading.Lock(), threading.Lock()
