@@ -107,8 +107,8 @@ async def ask(base: str, case: str) -> tuple[int, dict[str, str], Any]:
         kept.pop("content-length")
         content = ""
     content = re.sub(TIMES, "", content)
-    # Of a response that is stored, it is random.
-    content = re.sub(r"resp_[0-9a-f]{32}", "resp_", content)
+    # Of a response that is stored, ids are random.
+    content = re.sub(r"(resp|msg|rs|fc)_[0-9a-f]{32}", r"\1_", content)
     return (
         response.status,
         kept,
