@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from aioinfer.ledger import Share
 from aioinfer.scheduling.step import Step
 from aioinfer.server.responses import stored
 from tests.engine.conftest import Gate
@@ -23,6 +24,12 @@ from tests.tiers import SECONDS, rest
 
 ASK: Any = {"model": "toy", "temperature": 0, "max_output_tokens": 12}
 KEYS = "- {name: alice, key: key-of-alice}\n- {name: bob, key: key-of-bob}\n"
+
+
+@pytest.fixture(autouse=True)
+def own_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What servers of other tests have stored in this process does not count."""
+    monkeypatch.setattr(stored, "_STORED", Share("stored responses", bound=64 << 20))
 
 
 def of(name: str) -> dict[str, str]:
