@@ -92,6 +92,10 @@ class ConstraintFailed(RequestError):
         self.message = message[:_MAX_MESSAGE]
 
 
+class ProcessorFailed(RequestError):
+    """A logits processor of the request raised, or returned what are no tokens; ``__cause__`` is its exception."""
+
+
 class Rejected(RequestError):
     """The queue is full, in requests or in tokens. Retry after ``retry_after`` seconds."""
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from aioinfer import plugins
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.inputs import entries, keep_plain, plain
+from aioinfer.steering.processors import LogitsProcessor
 from aioinfer.text.grammar_spec import Grammar, Schema
 
 __all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
@@ -64,6 +65,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "bias": Bounds(-100.0, 100.0),
     "token_id": _whole(0, 2**31 - 1),
 }
+#: logits processors of a request
+_MOST_PROCESSORS = 16
 #: entries of a list, and characters of each of its texts or ids of each of its lists, at most
 MOST: Mapping[str, tuple[int, int]] = {
     "stop": (16, 1024),
@@ -159,6 +162,8 @@ class SamplingParams:
         bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a
             space, or sequences of token ids. Other tokenizations of a text pass.
         diffusion: how blocks are denoised; for diffusion models.
+        logits_processors: functions that decide at each position how the output goes on, in this order:
+            :mod:`aioinfer.steering.processors`. They are called in this process only.
         speculate: False: nothing is drafted for this request. The output is the same either way.
         prediction: text or token ids that the output is expected to be much like. It changes nothing but the
             speed: what agrees with it is generated several tokens at a time. What exceeds the context is cut.
@@ -194,6 +199,7 @@ class SamplingParams:
     grammar: Grammar | Schema | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     diffusion: DiffusionParams | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
     speculate: bool = True
     prediction: str | Sequence[int] | None = None
     stop_format: Sequence[str | None] | None = None
@@ -217,6 +223,7 @@ class SamplingParams:
                 raise InvalidRequest("allowed_token_ids", "allows no token")
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
+        object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             if isinstance(self.grammar, str):
                 raise InvalidRequest("grammar", "must be a Grammar or a JSON schema, not text")
@@ -298,6 +305,14 @@ class SamplingParams:
     def penalised(self) -> bool:
         """At least one of the three penalties changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _processors(given: Any) -> tuple[LogitsProcessor, ...]:
+    if callable(given) or not isinstance(given, Sequence) or not all(map(callable, given)):
+        raise InvalidRequest("logits_processors", f"must be a list of functions, got {shown(given)}")
+    if len(given) > _MOST_PROCESSORS:
+        raise InvalidRequest("logits_processors", f"are {len(given)}: {_MOST_PROCESSORS} at most")
+    return tuple(given)
 
 
 def _format(given: Any) -> tuple[str | None, ...]:

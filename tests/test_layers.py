@@ -63,8 +63,8 @@ LAYERS: list[set[str]] = [
     # what a caller gives: parameters and configuration
     {"params", "config", "pooling"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
-    # config values from text, variables and files
-    {"text", "cache", "native"},
+    # config values from text, variables and files; what a program decides at each position
+    {"text", "cache", "native", "steering"},
     # where a model comes from, and how its files are read; copies and checks of a caller's data
     # pages of KV outside the device
     {"checkpoint", "inputs", "tiers"},

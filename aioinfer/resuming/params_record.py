@@ -16,7 +16,11 @@ _PARTS = {"grammar": Grammar, "diffusion": DiffusionParams}
 
 
 def record_of(params: SamplingParams) -> dict[str, Any]:
-    """JSON data: the fields that are not the default."""
+    """JSON data: the fields that are not the default. Raises InvalidRequest: some are functions."""
+    if params.logits_processors:
+        raise InvalidRequest(
+            "logits_processors", "are functions of this process: they cannot be stored or sent to another one"
+        )
     record = _changed(params)
     for name in _PARTS.keys() & record.keys():
         record[name] = _changed(record[name])
