@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 __all__ = [
     "AioInferError",
@@ -33,6 +33,7 @@ __all__ = [
     "EngineFailed",
     "InvalidRequest",
     "OutOfMemory",
+    "ProcessorFailed",
     "Rejected",
     "RequestError",
     "StepFailed",
@@ -93,7 +94,14 @@ class ConstraintFailed(RequestError):
 
 
 class ProcessorFailed(RequestError):
-    """A logits processor of the request raised, or returned what are no tokens; ``__cause__`` is its exception."""
+    """A logits processor of the request raised, which is the ``__cause__``, or returned what is no token."""
+
+    @classmethod
+    def because(cls, cause: BaseException | None) -> Self:
+        """With a cause."""
+        error = cls(f"a logits processor failed: {cause!r}")
+        error.__cause__ = cause
+        return error
 
 
 class Rejected(RequestError):

@@ -8,6 +8,7 @@ it is left.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from asyncio import get_running_loop
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -100,6 +101,7 @@ class StreamCell:
     __slots__ = (
         "blocked",
         "closed",
+        "context",
         "delivered",
         "ending",
         "max_lag",
@@ -132,6 +134,8 @@ class StreamCell:
         self.blocked = False
         #: what wakes the waiting consumer, besides the end
         self.wants = Want.CHUNK
+        #: in which its logits processors are called, if they are coroutines
+        self.context: contextvars.Context | None = None
         #: the deadline of the phase the request is in
         self.timer: asyncio.TimerHandle | None = None
         #: unread tokens beyond which the request is parked

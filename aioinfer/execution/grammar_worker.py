@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ __all__ = ["Constraints", "GrammarRow", "GrammarWorker"]
 _Tokens = tuple[GrammarState, Sequence[int]]
 #: threads at most, and grammars that may hang before others are delayed
 _MOST_THREADS = 4
+_NONE: Mapping[int, Sequence[int]] = {}
 
 
 class GrammarRow(NamedTuple):
@@ -80,7 +81,7 @@ class GrammarWorker:
     """
 
     def __init__(self, patience: float = 0.01, *, threaded: bool = True) -> None:
-        self._patience = patience
+        self.patience = patience
         self._changed = threading.Condition()
         self._threaded = threaded
         self._workers = Workers("aioinfer-masks", _MOST_THREADS, self._work, self._fail)
@@ -89,15 +90,28 @@ class GrammarWorker:
         #: work in progress
         self._batches: list[_Batch] = []
 
-    def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
-        """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
+    def advance(
+        self, rows: Sequence[GrammarRow], tokens: Sequence[int], given: Mapping[int, Sequence[int]] = _NONE
+    ) -> None:
+        """These rows sampled these ``tokens`` (of all sampling rows), or were ``given`` some: prepare the
+        masks that follow."""
         work: list[_Tokens] = []
         for row in rows:
+            if row.at in given:
+                work.append((row.state, given[row.at]))
+                continue
             # After the first draft that was wrong there are outcomes.
             found = [token for token in tokens[row.at : row.at + 1 + len(row.drafts)] if token >= 0]
             if found:
                 work.append((row.state, found))
         self._put(work)
+
+    def skip(self, rows: Sequence[GrammarRow], outcomes: Mapping[int, int]) -> None:
+        """Something else than their grammars has kept rows with these ``outcomes`` from sampling."""
+        with self._changed:
+            for row in rows:
+                if row.at in outcomes:
+                    row.state.unsampled = True
 
     def look_ahead(self, rows: Sequence[GrammarRow]) -> None:
         """Compute the masks after the drafts of these rows, as soon as their states are that far."""
@@ -166,7 +180,7 @@ class GrammarWorker:
         late = [row.state for row in rows if row.state.at_work]
         prompt = [state for state in late if not state.slow]
         if prompt and not self._changed.wait_for(
-            lambda: not any(state.at_work for state in prompt), self._patience
+            lambda: not any(state.at_work for state in prompt), self.patience
         ):
             for state in prompt:
                 state.slow = state.at_work
@@ -175,10 +189,10 @@ class GrammarWorker:
         looking = [state.ahead for state in drafted if state.ahead is not None]
         if looking:
             # Without them only the first positions of these rows count.
-            self._changed.wait_for(lambda: all(ahead.masks is not None for ahead in looking), self._patience)
+            self._changed.wait_for(lambda: all(ahead.masks is not None for ahead in looking), self.patience)
         if alone and late and len(late) == len(rows):
             # Without any of them the step would be for nothing. But others may have come by now.
-            self._changed.wait_for(lambda: not all(state.at_work for state in late), self._patience)
+            self._changed.wait_for(lambda: not all(state.at_work for state in late), self.patience)
 
     def _rescue(self) -> None:
         """Take work away from threads that are stuck, all but what they are stuck in."""
@@ -241,7 +255,7 @@ class GrammarWorker:
         while (states := self._accept(batch)) is None:
             pass
         masks = _advanced(states)
-        slow = time.monotonic() - start > self._patience * rows
+        slow = time.monotonic() - start > self.patience * rows
         if len(batch.states) == 1:  # as slow ones always are
             (state,) = batch.states
             state.charge(time.thread_time() - used, state.position - position)

@@ -27,6 +27,7 @@ from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.resumption import Resumption, check_adapter, replay
 from aioinfer.loop.texts import Texts
+from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
@@ -41,12 +42,12 @@ from aioinfer.scheduling.step import Row, Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
+from aioinfer.steering.state import Answer
 from aioinfer.text.output import OutputText
 from aioinfer.text.reader import AnswerReader
 from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
-    from aioinfer.outputs import TokenLogprob
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.stream import StreamCell
     from aioinfer.text.tokenizer import Tokenizer
@@ -225,8 +226,11 @@ class Core:
         grammar = prepared.grammar
         if grammar is not None and checkpoint.token_ids:
             grammar = replay(grammar, checkpoint)
+        steering = prepared.steering
+        if steering is not None:
+            steering = steering.restarted(checkpoint.token_ids)
         resumption = Resumption.prepare(checkpoint, text, self.info)
-        return prepared._replace(grammar=grammar, resumption=resumption)
+        return prepared._replace(grammar=grammar, resumption=resumption, steering=steering)
 
     def submit(
         self,
@@ -263,6 +267,7 @@ class Core:
             adapter=adapter,
             text=text,
             grammar=prepared.grammar,
+            steering=prepared.steering,
             cursor=make_cursor,
         )
         sequence.consumer = cell
@@ -296,6 +301,30 @@ class Core:
             answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, self.tokenizer))
         stops = params.stop, params.include_stop, params.stop_regex
         return OutputText(detokenizer, *stops, answer, params.min_tokens)
+
+    def answered(self, sequence: Sequence, forced: abc.Sequence[int], answer: Answer | None) -> None:
+        """The logits processors of a request that waits for them have decided: these tokens come next, or one
+        is sampled from the logits of ``answer``; without both, they are asked again."""
+        queues, steering = self.scheduler.queues, sequence.steering
+        assert steering is not None
+        steering.question, steering.answer = None, answer
+        if forced:
+            steering.extend(forced)
+            computed = sequence.known
+            ended = next((reason for token in forced if (reason := sequence.append(token)) is not None), None)
+            queues.rewind(sequence, min(computed, sequence.known - 1))
+            if ended is not None:
+                queues.finish(sequence, ended)
+            if sequence.params.logprobs is not None:
+                _complete_logprobs(sequence)
+            if sequence.grammar is not None:
+                sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
+            self.texts.advanced(sequence, self.clock())
+        try:
+            queues.unpark(sequence, ParkedFor.ANSWER)
+        except PolicyFailed as error:
+            self.scheduler.faults.end((), error)
+            self.ended += self._faults()
 
     def commit(self, sequence: Sequence) -> int:
         """Offer the resolved pages of a running request to others now, and not first when it ends; returns
@@ -367,7 +396,7 @@ class Core:
         self.adapters.resolved(step.id)
         if failed:
             advanced = [*failed, *advanced]
-        if result.logprobs or result.prompt_logprobs:
+        if result.logprobs or result.prompt_logprobs or result.forced:
             advanced += self._record_logprobs(step, result, advanced)
         self.texts.all_advanced(advanced, now)
         if not self.texts.behind:
@@ -448,14 +477,17 @@ class Core:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
         ended: list[Sequence] = []
         decodes = step.generating.sequences
-        for index, logprobs in result.logprobs.items():
+        for index in result.logprobs.keys() | result.forced.keys():
             sequence = (
                 decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].sequence
             )
+            if sequence.params.logprobs is None:
+                continue
             # After the end of the output there are none.
             missing = len(sequence.output_ids) - len(sequence.output.logprobs)
             if missing > 0:
-                sequence.output.logprobs += logprobs[:missing]
+                sequence.output.logprobs += result.logprobs.get(index, ())[:missing]
+                _complete_logprobs(sequence)
         for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
             if row.scores is None or self._behind_failure(step, row):
@@ -470,6 +502,12 @@ class Core:
                 if row.sequence not in advanced:
                     ended.append(row.sequence)
         return ended
+
+
+def _complete_logprobs(sequence: Sequence) -> None:
+    """Tokens that were not sampled were certain."""
+    logprobs, ids = sequence.output.logprobs, sequence.output_ids
+    logprobs += [TokenLogprob(token, 0.0, ()) for token in ids[len(logprobs) :]]
 
 
 def _extend(known: list[TokenLogprob], first: int, logprobs: abc.Sequence[TokenLogprob]) -> None:

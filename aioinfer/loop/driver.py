@@ -49,6 +49,9 @@ class DriverEvents(Protocol):
     def updated(self, sequence: Sequence) -> None:
         """A resolved step gave the request tokens, a draft or its end."""
 
+    def asked(self, sequences: list[Sequence]) -> None:
+        """The logits processors of these requests are to decide how they go on."""
+
     def moved(self, sequences: list[Sequence]) -> list[Sequence]:
         """The same for the requests of a step, as far as they go on and no task waits for their tokens;
         returns the others."""
@@ -428,6 +431,8 @@ class Driver:
             updated = self._core.fail(step, error)
         resolved = now()
         self._tell(self._events.updated, self._events.moved(updated))
+        if asked := self._core.scheduler.queues.take_asked():
+            self._events.asked(asked)
         if self._core.texts.raised is not None:
             self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)

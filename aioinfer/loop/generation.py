@@ -27,6 +27,7 @@ __all__ = ["BlockGeneration", "Generation", "TokenGeneration", "default_diffusio
 
 #: parameters that are applied token after token
 _TOKEN_PARAMS = (
+    "logits_processors",
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
     *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words"),
     *plugins.names(plugins.FILTERS),

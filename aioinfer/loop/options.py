@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.resumption import Resumption
+    from aioinfer.steering.state import SteeringState
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
@@ -62,6 +63,8 @@ class Prepared(NamedTuple):
     prediction: npt.NDArray[np.int32] | None = None
     #: the output that there is already
     resumption: Resumption | None = None
+    #: what else decides how the output goes on
+    steering: SteeringState | None = None
 
 
 @dataclass(frozen=True, slots=True)

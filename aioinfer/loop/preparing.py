@@ -16,6 +16,8 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import Prepared
 from aioinfer.params import SamplingParams
+from aioinfer.steering.processors import waits
+from aioinfer.steering.state import SteeringState
 from aioinfer.text.length import ASSUMED_LONGEST
 from aioinfer.text.tokenizer import end_of
 
@@ -66,11 +68,16 @@ class Preparing:
         Raises InvalidRequest, also if the extra for grammars is missing.
         """
         grammar = self._grammar(params, prompt_ids, stop_ids) if params.masked else None
-        return Prepared(prompt_ids, grammar, self._prediction(params))
+        steering = None
+        if params.logits_processors:
+            steering = SteeringState(params.logits_processors, prompt_ids)
+        return Prepared(prompt_ids, grammar, self._prediction(params), steering=steering)
 
     def speculates(self, params: SamplingParams) -> bool:
         """Tokens of such a request are drafted."""
         # What a recurrent state has taken in cannot be taken back.
+        if any(map(waits, params.logits_processors)):
+            return False
         return self._drafts and params.speculate and self._info.num_snapshots is None
 
     def _prediction(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioinfer.cache.namespace import Namespace
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
+from aioinfer.loop.answers import Answers
 from aioinfer.loop.driver import Driver
 from aioinfer.loop.holding import Held, Holding
 from aioinfer.loop.observing import measure
@@ -89,6 +90,12 @@ class Runtime(Service[_Open]):
             end=self.end_sequence,
             lost=self.lost,
             check=self.check_serving,
+        )
+        self.answers = Answers(
+            *(core, intake, config.grammar_patience),
+            updated=self.updated,
+            end=self.end_sequence,
+            wake=self.driver.wake,
         )
         self.transfers = PageTransfers(
             core, launcher.device, intake.loop, wake=self.driver.wake, nudge=self.driver.nudge, lost=self.lost
@@ -180,6 +187,10 @@ class Runtime(Service[_Open]):
         left = set(others)
         return [each for each in sequences if each.consumer in left]
 
+    def asked(self, sequences: list[Sequence]) -> None:
+        """Have the logits processors of requests decide how they go on."""
+        self.answers.ask(sequences)
+
     def audit(self) -> None:
         """Assert that every open request is where it should be. O(pages and requests)."""
         queues = self.core.scheduler.queues
@@ -257,6 +268,8 @@ class Runtime(Service[_Open]):
 
     def _ended(self, opened: _Open) -> None:
         super()._ended(opened)
+        if opened.sequence is not None:
+            self.answers.drop(opened.sequence)
         self.updates.request_ended()
 
     # -- closing --------------------------------------------------------------------------------
@@ -280,6 +293,7 @@ class Runtime(Service[_Open]):
             steps.push_async_callback(self.updates.aclose)
             steps.push_async_callback(self.launcher.aclose)
             steps.push_async_callback(self.transfers.aclose, drain)
+            steps.push_async_callback(self.answers.aclose)
             steps.callback(self._intake.close)
             steps.callback(self.tuning.undo)
             steps.callback(self.driver.stop)

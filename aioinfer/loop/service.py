@@ -8,6 +8,7 @@ the abstract methods.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -156,6 +157,8 @@ class Service(ABC, Generic[_Opened]):
             check(checkpoint, self.info, self.checks.stop_ids(params))
             least += len(checkpoint.token_ids)
         cell = StreamCell(Output(request, self.clock()))
+        if params.logits_processors:
+            cell.context = contextvars.copy_context()
         opened = self._opened(cell, checkpoint)
         worked_out = params.worked_out or (self.replays and checkpoint is not None)
         try:

@@ -104,6 +104,7 @@ class RequestQueues:
 
     __slots__ = (
         "arriving",
+        "asked",
         "batch",
         "counters",
         "growing",
@@ -128,6 +129,8 @@ class RequestQueues:
         #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
         self.growing: dict[int, Sequence] = {}
         self.batch = batch
+        #: those whose logits processors are to be asked, until somebody does
+        self.asked: list[Sequence] = []
         #: retracted requests that are parked
         self.shelved: dict[int, Sequence] = {}
         self.leaders = leaders
@@ -357,7 +360,21 @@ class RequestQueues:
         sequence.recovery.junk_until = self.last_step
         if sequence.grammar is not None:
             sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
+        if sequence.steering is not None:
+            sequence.steering = sequence.steering.restarted(sequence.output_ids)
         self.rewind(sequence, 0)
+
+    def ask(self, sequence: Sequence) -> None:
+        """A row was computed, and its logits processors decide later how the request goes on: compute it once
+        more then. See :mod:`aioinfer.loop.answers`."""
+        self.rewind(sequence, sequence.known - 1)
+        self.park(sequence, ParkedFor.ANSWER)
+        self.asked.append(sequence)
+
+    def take_asked(self) -> list[Sequence]:
+        """The requests for which :meth:`ask` was called since the last call of this."""
+        asked, self.asked = self.asked, []
+        return asked
 
     # -- sharing --------------------------------------------------------------------------------
 

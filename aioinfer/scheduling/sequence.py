@@ -19,6 +19,7 @@ from aioinfer.speculation.drafting import Drafting
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
+    from aioinfer.steering.state import SteeringState
     from aioinfer.text.grammar import GrammarState
 
 __all__ = ["MakeCursor", "ParkedFor", "Recovery", "Sequence", "SequenceState"]
@@ -44,6 +45,8 @@ class ParkedFor(Enum):
     TEXT = "text"
     #: an update of the weights, for which it has not begun
     UPDATE = "update"
+    #: its logits processors, which decide how it goes on
+    ANSWER = "answer"
 
 
 class Recovery:
@@ -94,6 +97,7 @@ class Sequence:
         "request",
         "seed",
         "state",
+        "steering",
         "stop_ids",
         "text",
     )
@@ -110,6 +114,7 @@ class Sequence:
         adapter: AdapterVersion | None = None,
         text: OutputText | None = None,
         grammar: GrammarState | None = None,
+        steering: SteeringState | None = None,
         cursor: MakeCursor | None = None,
     ) -> None:
         """``output`` has the prompt, the seed, and what was generated before, if it is resumed.
@@ -134,6 +139,7 @@ class Sequence:
         self.namespace = namespace
         self.adapter = adapter
         self.grammar = grammar
+        self.steering = steering
         self.text = OutputText(None) if text is None else text
         #: reads the output: a StreamCell, in an engine
         self.consumer: Any = None

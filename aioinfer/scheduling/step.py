@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
     from aioinfer.scheduling.sequence import Sequence
+    from aioinfer.steering.state import SteeringState
     from aioinfer.text.grammar import GrammarState
 
 __all__ = [
@@ -75,6 +76,8 @@ class NewRequestData:
     output_ids: abc.Sequence[int]
     #: what the output must look like
     grammar: GrammarState | None = None
+    #: what else decides how it goes on
+    steering: SteeringState | None = None
     #: of a diffusion model: the block that was being denoised when the request last lost its slot
     resume: BlockState | None = None
     #: slot of its adapter on the device; 0: it has none
@@ -93,6 +96,7 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
         sequence.prompt_ids,
         tuple(sequence.output_ids),
         sequence.grammar,
+        sequence.steering,
         sequence.cursor.resume,
         0 if sequence.adapter is None else sequence.adapter.slot,
     )

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.errors import ConstraintFailed
-from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, NOT_FINITE
+from aioinfer.errors import ConstraintFailed, ProcessorFailed
+from aioinfer.sampling.outcomes import ASKED, BAD_LOGITS, BAD_PROCESSOR, DEFERRED, NOT_FINITE
 from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
@@ -390,10 +390,14 @@ def _unsampled(
     sequence: Sequence, step: Step, token: int, forced: abc.Sequence[int], queues: RequestQueues
 ) -> abc.Sequence[Sequence]:
     """A row sampled no token: its request ends, or continues from tokens that the host knows."""
-    if token > DEFERRED:
+    if token > DEFERRED or token == BAD_PROCESSOR:
+        error: Exception
         if token == BAD_LOGITS:
             queues.memory.distrust(sequence)
-            error: Exception = FloatingPointError(NOT_FINITE)
+            error = FloatingPointError(NOT_FINITE)
+        elif token == BAD_PROCESSOR:
+            assert sequence.steering is not None
+            error = ProcessorFailed.because(sequence.steering.failed)
         else:
             assert sequence.grammar is not None
             why = sequence.grammar.failed or "no token is allowed"
@@ -406,6 +410,9 @@ def _unsampled(
     if step.id <= sequence.recovery.void_until:
         return ()
     queues.counters.deferred_rows += 1
+    if token == ASKED:
+        queues.ask(sequence)
+        return ()
     computed = sequence.known
     # Up to the token that ends the output, if one does.
     ended = next((reason for token in forced if (reason := sequence.append(token)) is not None), None)

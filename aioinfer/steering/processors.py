@@ -6,19 +6,21 @@ A processor is called for each position at which a token is sampled::
         logits[forbidden] = -inf         # None: a token is sampled from the logits as they are now
         return [5, 7]                    # or exactly these tokens come next
 
-``ids``: int64 [n], the tokens of prompt and output so far, which cannot be changed. ``logits``: float32 [V], those
-of the model with ``logit_bias``, to be changed in place. Masks of grammars, penalties, temperature and filters are
-applied to what it leaves: a grammar holds whatever it does, and logprobs are those of the model. Both arrays are
-valid until it returns; ``torch.from_numpy(logits)`` shares the memory.
+``ids``: int64 [n], the tokens of prompt and output so far, which cannot be changed. ``logits``: float32 [V],
+those of the model with ``logit_bias``, to be changed in place. Masks of grammars, penalties, temperature and
+filters are applied to what it leaves: a grammar holds whatever it does, and logprobs are those of the model.
+Both arrays are valid until it returns; ``torch.from_numpy(logits)`` shares the memory.
 
-It must be a function of its arguments: it can be called several times for a position, for drafts that turn out
-wrong and after a step that failed. One with a state has the methods of :class:`Stateful` as well. One with a
-method ``batch`` is called once in a step for all rows that have the same object::
+It must be a function of its arguments: it can be called several times for a position, for drafts that turn
+out wrong and after a step that failed. One with a state has the methods of :class:`Stateful` as well. One
+with a method ``batch`` is called once in a step for all rows that have the same object, if it is the only
+one of theirs::
 
     def batch(self, ids: list[NDArray], logits: list[NDArray]) -> list[Sequence[int] | None]: ...
 
-A plain one runs on the thread of the device, and every row of the step waits for it; one that takes longer than
-``grammar_patience`` is called on a worker thread from then on, and waited for like a coroutine.
+A plain one runs on the thread of the device, and every row of the step waits for it; one that takes longer
+than ``grammar_patience`` is called on a worker thread from then on, until it has been quick again, and waited
+for like a coroutine.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ LogitsProcessor: TypeAlias = "Callable[[Ids, Logits], Forced | Awaitable[Forced]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A processor with a state of one output: each request, fork, draft and retry has a copy of its own."""
+    """A processor with a state of one output: each request, fork, draft and retry has a copy."""
 
     def accept(self, token: int) -> None:
-        """The output goes on with a token. Called for each in order, before the next call of the processor."""
+        """The output goes on with a token: called for each, in order, before the next decision."""
 
     def copy(self) -> Self:
         """Another one in the same state."""

@@ -14,12 +14,13 @@ import numpy.typing as npt
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, Progress, StepResult
 from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
+from aioinfer.execution.steering import SteeredRow, advance, steer
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.pooling import Pooling
 from aioinfer.request import Output
-from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
+from aioinfer.sampling.outcomes import ASKED, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
 from aioinfer.text.messages import plain_messages
@@ -152,7 +153,7 @@ class FakeDevice:
             result.tokens.append(token)
             if forced:
                 result.forced[index] = forced
-            if token in (DEFERRED, FORCED):
+            if token in (ASKED, DEFERRED, FORCED):
                 self._void.add(row.slot)
             if tenant.params.logprobs is not None and token >= 0:
                 result.logprobs[index] = [logprob(row.kv_length, token)]
@@ -172,15 +173,29 @@ class FakeDevice:
         """The next token of a row, or what stands for it; ``forced`` gets tokens that are not sampled."""
         if row.slot in self._void or not self._due(row):
             return DEFERRED
-        if tenant.grammar is None:
-            return self._next(row, tenant)
-        rows = [GrammarRow(0, tenant.grammar, row.kv_length, bool(row.ids))]
-        found = self.masks.collect(rows, 1)
-        if found.outcomes:
+        rows, steered, mask = [], [], None
+        outcomes: dict[int, int] = {}
+        if tenant.grammar is not None:
+            rows = [GrammarRow(0, tenant.grammar, row.kv_length, bool(row.ids))]
+            found = self.masks.collect(rows, 1)
+            mask, outcomes = found.masks[0], found.outcomes
             forced += found.forced.get(0, [])
-            return found.outcomes[0]
-        token = self._allowed(row, self._next(row, tenant), found.masks[0])
-        self.masks.advance(rows, [token])
+        token = self._next(row, tenant)
+        given: dict[int, list[int]] = {}
+        if tenant.steering is not None:
+            line = np.zeros(_VOCABULARY, np.float32)
+            line[token] = 1.0
+            steered = [SteeredRow(0, tenant.steering, row.kv_length, bool(row.ids))]
+            wanted = steer(steered, [line], patience=self.masks.patience, outcomes=outcomes, usable={})
+            self.masks.skip(rows, wanted.outcomes)
+            outcomes, given, token = outcomes | wanted.outcomes, wanted.forced, int(line.argmax())
+            forced += given.get(0, [])
+        if outcomes:
+            token = outcomes[0]
+        elif mask is not None:
+            token = self._allowed(row, token, mask)
+        self.masks.advance(rows, [token], given)
+        advance(steered, [token], {0: forced} if forced else {})
         return token
 
     def _due(self, row: Row) -> bool:

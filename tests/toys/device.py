@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from aioinfer.config import PAGE_SIZE
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
-from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
+from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
+from aioinfer.execution.steering import SteeredRow, steer
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
-from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
+from aioinfer.sampling.outcomes import ASKED, BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.fake_device import logprob as toy_logprob
-from aioinfer.text.grammar import GrammarState
 from tests.toys.adapters import ToyAdapter, ToyAdapters
 from tests.toys.pooling import beginning, mix, pool
 from tests.toys.states import TaintError, ToyStates, number_in
@@ -211,7 +211,7 @@ class ToyDevice:
         result = StepResult([])
         for index, (row, state) in enumerate(zip(rows, states, strict=True)):
             forced: list[int] = []
-            run = self._verify(row, state, forced) if row.drafts else [self._sample(row, state[-1], forced)]
+            run = self._run(row, state, forced)
             result.tokens.append(run[0])
             if row.drafts:
                 result.runs[index] = run
@@ -344,9 +344,8 @@ class ToyDevice:
             raise TaintError(f"{row.sequence}: its relay cell was never written")
         return [token]
 
-    def _sample(self, row: Row, state: int, forced: list[int], constraint: _Constraint | None = None) -> int:
-        """The next token of a row; ``forced`` gets the row's tokens if they are not sampled. ``constraint``:
-        that of a row that samples more than once."""
+    def _sample(self, row: Row, state: int, forced: list[int], constraint: _Constraint | None) -> int:
+        """The next token of a row; ``forced`` gets the row's tokens if they are not sampled."""
         if not row.samples:
             return NO_TOKEN
         tenant = self._tenants[row.slot]
@@ -360,15 +359,11 @@ class ToyDevice:
         if follow is not None:
             forced += _follow(row, state, tenant, follow, self.vocab_size)
             token = FORCED if follow else DEFERRED
-        elif tenant.grammar is None:
+        elif constraint is None:
             token = self._next(row, state, tenant)
         else:
-            alone = constraint is None
-            constraint = constraint or _Constraint(self.masks, tenant.grammar, row)
-            token = self._constrained(row, state, tenant, constraint, forced)
-            if alone:
-                constraint.sampled([token])
-        if token in (DEFERRED, FORCED):
+            token = self._constrained(constraint, forced)
+        if token in (ASKED, DEFERRED, FORCED):
             self._void.add(row.sequence.key)
             return token
         self._relay[row.slot] = token
@@ -377,53 +372,54 @@ class ToyDevice:
             self._doomed.add(row.sequence.key)
         return token
 
-    def _verify(self, row: Row, states: list[int], forced: list[int]) -> list[int]:
-        """The tokens of a row as long as they are its drafts, and the one behind. Other drafts were never
-        part of the sequence."""
-        if self._states is not None:
+    def _run(self, row: Row, states: list[int], forced: list[int]) -> list[int]:
+        """What a row samples: as long as the tokens are its drafts, and the one behind. Other drafts were
+        never part of the sequence."""
+        if row.drafts and self._states is not None:
             raise TaintError(f"{row.sequence}: drafts of a model with recurrent state cannot be taken back")
         tenant = self._tenants[row.slot]
-        constraint = None
-        if tenant is not None and tenant.grammar is not None:
-            constraint = _Constraint(self.masks, tenant.grammar, row)
-        run: list[int] = []
         first = row.length - len(row.drafts)
-        for offset, state in enumerate(states):
+        parts = (
+            [replace(row, length=first + at, drafts=()) for at in range(len(states))] if row.drafts else [row]
+        )
+        constraint = None
+        if row.samples and tenant is not None and (tenant.grammar or tenant.steering):
+            lines = [self._line(*part, tenant) for part in zip(parts, states[-len(parts) :], strict=True)]
+            constraint = _Constraint(self.masks, tenant, row, lines)
+        run: list[int] = []
+        for offset, (part, state) in enumerate(zip(parts, states[-len(parts) :], strict=True)):
             if offset and constraint is not None and offset >= constraint.usable:
                 break
-            position = replace(row, length=first + offset, drafts=())
-            run.append(self._sample(position, state, forced, constraint))
+            run.append(self._sample(part, state, forced, constraint))
             if offset == len(row.drafts) or run[-1] != row.drafts[offset]:
                 break
         if constraint is not None:
-            constraint.sampled(run)
-        expected = self._expected[row.slot]
-        del expected[row.start + first + len(run) - 1 :]
+            constraint.sampled(run, forced)
+        if row.drafts:
+            expected = self._expected[row.slot]
+            del expected[row.start + first + len(run) - 1 :]
         return run
 
-    def _constrained(
-        self,
-        row: Row,
-        state: int,
-        tenant: NewRequestData,
-        constraint: _Constraint,
-        forced: list[int],
-    ) -> int:
-        """The first token from the one it would have been on that the grammar allows."""
+    def _line(self, row: Row, state: int, tenant: NewRequestData) -> npt.NDArray[np.float32]:
+        """The logits of a position: of its token the largest."""
+        line = np.zeros(self.vocab_size, np.float32)
+        line[self._next(row, state, tenant)] = 1.0
+        return line
+
+    def _constrained(self, constraint: _Constraint, forced: list[int]) -> int:
+        """The likeliest token; from there on the first one that the grammar allows."""
         found = constraint.next(forced)
         if isinstance(found, int):
             return found
-        return self._allowed(row, self._next(row, state, tenant), found)
+        line, mask = found
+        token = int(line.argmax())
+        while mask is not None and not mask[token // 32] >> (token % 32) & 1:
+            token = (token + 1) % self.vocab_size
+        return token
 
     def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
         """The token of a row, of a sequence with this hash, if nothing constrains it."""
         return _next_token(state, tenant, row.output_index, self.vocab_size)
-
-    def _allowed(self, row: Row, token: int, mask: npt.NDArray[np.int32]) -> int:
-        """A token that the mask of a grammar allows, in the place of this one."""
-        while not mask[token // 32] >> (token % 32) & 1:
-            token = (token + 1) % self.vocab_size
-        return token
 
 
 def _follow(row: Row, state: int, tenant: NewRequestData, count: int, vocab_size: int) -> list[int]:
@@ -436,35 +432,56 @@ def _follow(row: Row, state: int, tenant: NewRequestData, count: int, vocab_size
 
 
 class _Constraint:
-    """The masks of a row with a grammar, position by position."""
+    """The masks and the logits of a row with a grammar or logits processors, position by position."""
 
-    def __init__(self, worker: GrammarWorker, state: GrammarState, row: Row) -> None:
-        self._worker = worker
-        position = row.kv_length - len(row.drafts)
-        self._rows = [GrammarRow(0, state, position, bool(row.ids), row.drafts)]
-        self._found: Constraints | None = None
+    def __init__(
+        self, worker: GrammarWorker, tenant: NewRequestData, row: Row, lines: list[npt.NDArray[np.float32]]
+    ) -> None:
+        self._worker, self._lines = worker, lines
+        rest = row.kv_length - len(row.drafts), bool(row.ids), row.drafts
+        self._grammars = [GrammarRow(0, tenant.grammar, *rest)] if tenant.grammar else []
+        self._steered = [SteeredRow(0, tenant.steering, *rest)] if tenant.steering else []
+        self._masks: npt.NDArray[np.int32] | None = None
+        self._outcomes: dict[int, int] = {}
+        self._given: dict[int, list[int]] = {}
+        self._begun = False
         self._next = 0
+        #: positions that may sample
+        self.usable = 1 + len(row.drafts)
 
-    @property
-    def usable(self) -> int:
-        """Positions that may sample."""
-        return 1 if self._found is None else self._found.usable.get(0, 1)
+    def next(self, forced: list[int]) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32] | None] | int:
+        """The logits and the mask of the next position; an outcome if it samples nothing."""
+        if not self._begun:
+            self._begun = True
+            self._begin(forced)
+        if self._outcomes:
+            return self._outcomes[0]
+        at, self._next = self._next, self._next + 1
+        return self._lines[at], None if self._masks is None else self._masks[at]
 
-    def next(self, forced: list[int]) -> npt.NDArray[np.int32] | int:
-        """The mask of the next position; an outcome if it samples nothing."""
-        if self._found is None:
-            self._found = self._worker.collect(self._rows, 1)
-            if self._found.outcomes:
-                forced += self._found.forced.get(0, [])
-                return self._found.outcomes[0]
-        self._next += 1
-        mask: npt.NDArray[np.int32] = self._found.masks[self._next - 1]
-        return mask
+    def _begin(self, forced: list[int]) -> None:
+        usable: dict[int, int] = {}
+        if self._grammars:
+            found = self._worker.collect(self._grammars, 1)
+            self._masks, self._outcomes, usable = found.masks, found.outcomes, found.usable
+            forced += found.forced.get(0, [])
+        if self._steered:
+            patience = self._worker.patience
+            wanted = steer(
+                self._steered, self._lines, patience=patience, outcomes=self._outcomes, usable=usable
+            )
+            self._worker.skip(self._grammars, wanted.outcomes)
+            self._outcomes, self._given = self._outcomes | wanted.outcomes, wanted.forced
+            forced += self._given.get(0, [])
+            usable = {0: min([self.usable, *usable.values(), *wanted.usable.values()])}
+        self.usable = usable.get(0, self.usable)
 
-    def sampled(self, run: list[int]) -> None:
-        """The row has brought these tokens and outcomes."""
-        if self._found is not None:
-            self._worker.advance(self._rows, run)
+    def sampled(self, run: list[int], forced: list[int]) -> None:
+        """The row has brought these tokens and outcomes, or tokens that are ``forced``."""
+        if self._begun:
+            self._worker.advance(self._grammars, run, self._given)
+        for row in self._steered:
+            row.state.extend([*(token for token in run if token >= 0), *forced])
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Output:
     tensors: list[torch.Tensor]
     #: by sampling row, tokens that follow without having been sampled
     forced: dict[int, list[int]] = field(default_factory=dict)
+    #: of these, what logits processors want
+    steered: dict[int, list[int]] = field(default_factory=dict)
     #: forwards that the step took
     rounds: int = 1
     #: when the masks were there, on the timeline's clock; None: nothing waited for masks

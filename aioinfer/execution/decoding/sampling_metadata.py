@@ -16,6 +16,7 @@ import numpy.typing as npt
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.batch import WIDE_TOP_K, PenaltyReset
 from aioinfer.scheduling.step import NewRequestData
+from aioinfer.steering.state import SteeringState
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["FLOAT_FIELDS", "SamplingMetadata", "SamplingTable"]
@@ -62,6 +63,8 @@ class SamplingMetadata:
     logprobs: list[tuple[int, int]]
     #: (row, state) where there is a grammar
     grammars: list[tuple[int, GrammarState]]
+    #: (row, state) where there are logits processors
+    steered: list[tuple[int, SteeringState]]
     #: (row, length of the sequence before which it may not end, ids that end it) where there is one
     unending: list[tuple[int, int, list[int]]]
 
@@ -143,12 +146,15 @@ class SamplingTable:
         any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
         logprobs = self._logprobs[slots]
         grammars: list[tuple[int, GrammarState]] = []
+        steered: list[tuple[int, SteeringState]] = []
         unending: list[tuple[int, int, list[int]]] = []
         for row, slot in enumerate(slots.tolist()):
             tenant = self._tenants[slot]
             assert tenant is not None, "no request was admitted to this slot"
             if tenant.grammar is not None:
                 grammars.append((row, tenant.grammar))
+            if tenant.steering is not None:
+                steered.append((row, tenant.steering))
             if tenant.params.min_tokens:
                 length = len(tenant.prompt_ids) + tenant.params.min_tokens
                 unending.append((row, length, sorted(tenant.stop_ids)))
@@ -168,6 +174,7 @@ class SamplingTable:
             filters=self._further(slots),
             logprobs=[(row, int(logprobs[row])) for row in np.flatnonzero(logprobs >= 0).tolist()],
             grammars=grammars,
+            steered=steered,
             unending=unending,
         )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,11 @@ from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, SamplingMetadata, SamplingTable
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
 from aioinfer.execution.device import StepResult
-from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
+from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShape, GraphShapes, mixed_shapes
 from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.paging import Tables
+from aioinfer.execution.steering import Steered, SteeredRow, advance, steer
 from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -40,6 +42,7 @@ __all__ = ["TokenDecoding", "TokenKind", "TokenPacker", "TokenWork"]
 #: the sampling rows of which drafts were drawn on the device, and these drafts, int64 [D] each
 _Drawn: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
 _Ints: TypeAlias = npt.NDArray[np.int64]
+_Held = TypeVar("_Held", GrammarRow, SteeredRow)
 _NO_SCORES = np.empty(0, np.int64)
 
 
@@ -56,8 +59,9 @@ class TokenWork:
     sample_rows: list[int]
     sampling: SamplingMetadata
     penalty_resets: list[PenaltyReset]
-    #: rows whose sampling waits for a mask
+    #: rows whose sampling waits for a mask, and those whose logits processors are called
     grammars: list[GrammarRow]
+    steered: list[SteeredRow]
     #: (row, number of scored positions, how many of the likeliest tokens)
     scores: list[tuple[int, int, int]]
     num_banned: int
@@ -79,6 +83,7 @@ class TokenWork:
             or sampling.logprobs
             or self.scores
             or self.grammars
+            or self.steered
             or self.penalty_resets
             or sampling.allowed is not None
             or sampling.filters
@@ -155,7 +160,8 @@ class TokenPacker:
         }
         if drafts is not None:
             sections["verified"] = cu_q[step.generating.num_decodes : step.num_generating]
-        grammars = _grammar_rows(step, sampling, sample_rows, sample_positions, drafts)
+        of_rows = partial(_held_rows, step, sample_rows, sample_positions, drafts)
+        grammars, steered = of_rows(GrammarRow, sampling.grammars), of_rows(SteeredRow, sampling.steered)
         forwards: Sequence[DraftForward] = ()
         if step.generating.draft_inputs:
             forwards = draft_forwards(step, layout, [] if drafts is None else drafts.first)
@@ -166,22 +172,23 @@ class TokenPacker:
         # A step that cannot be packed leaves its resets to the next one.
         resets, self._resets = list(self._resets.values()), {}
         return sections, TokenWork(
-            *(sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids, drafts),
+            *(sample_rows, sampling, resets, grammars, steered, scores, len(banned_ids), score_ids, drafts),
             draft_forwards=forwards,
             tables=tables,
         )
 
 
-def _grammar_rows(
+def _held_rows(
     step: Step,
-    sampling: SamplingMetadata,
     sample_rows: Sequence[int],
     sample_positions: _Ints,
     rows: DraftRows | None,
-) -> list[GrammarRow]:
-    """Grammar rows of a step, one for each row with a grammar."""
-    found: list[GrammarRow] = []
-    for at, state in sampling.grammars:
+    kind: Callable[..., _Held],
+    states: Sequence[tuple[int, object]],
+) -> list[_Held]:
+    """Rows of a step that have something to wait for before they sample, one for each row with a state."""
+    found: list[_Held] = []
+    for at, state in states:
         row = sample_rows[at]
         drafts: Sequence[int] = ()
         number = row - step.generating.num_decodes
@@ -190,7 +197,7 @@ def _grammar_rows(
                 continue  # the row is there by its first position
             drafts = step.generating.drafts[number]
         known = row >= step.num_generating
-        found.append(GrammarRow(at, state, int(sample_positions[at]), known, drafts))
+        found.append(kind(at, state, int(sample_positions[at]), known, drafts))
     return found
 
 
@@ -210,6 +217,25 @@ def _scores(step: Step, cu_q: _Ints) -> tuple[_Ints, _Ints, list[tuple[int, int,
         ids += row.sequence.prompt_ids[first + 1 : last + 1]
         scores.append((index, last - first, row.sequence.params.prompt_logprobs or 0))
     return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
+
+
+@dataclass(slots=True)
+class _Holding:
+    """What keeps sampling rows of a step from having a token, and rows with drafts from sampling behind all
+    of them: fields as of Constraints."""
+
+    outcomes: dict[int, int] = field(default_factory=dict)
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    usable: dict[int, int] = field(default_factory=dict)
+    #: of ``forced``, what processors want
+    steered: dict[int, list[int]] = field(default_factory=dict)
+
+    def add(self, found: Steered) -> None:
+        self.outcomes |= found.outcomes
+        self.forced |= found.forced
+        self.steered = found.forced
+        for at, count in found.usable.items():
+            self.usable[at] = min(count, self.usable.get(at, count))
 
 
 class TokenDecoding:
@@ -275,42 +301,66 @@ class TokenDecoding:
         if work.sampling.allowed is not None:
             rows, masks = work.sampling.allowed
             processors.apply_masks_(logits, transfer.send(rows), transfer.send(masks))
-        outcomes: dict[int, int] = {}
-        forced: dict[int, list[int]] = {}
-        usable: Mapping[int, int] = {}
-        if work.grammars:
+        held = _Holding()
+        if work.grammars or work.steered:
             transfer.await_last_result()
-            found = self._constrain(logits, work, transfer)
-            outcomes, forced, usable = found.outcomes, found.forced, found.usable
+            held = self._hold(logits, work, transfer)
             masked = now()
         last = sampling.slots
         if work.drafts is None:
             tokens = self.sampler.sample(logits, sampling)
         else:
-            drafts = _drafts(work, usable, transfer)
+            drafts = _drafts(work, held.usable, transfer)
             if state is not None:
                 drafts.expected[state[0]] = state[1]
             tokens, last = self.sampler.verify(logits, sampling, drafts)
-        if outcomes:
-            at, values = transfer.send(np.asarray([*outcomes.items()], np.int64).T)
+        if held.outcomes:
+            at, values = transfer.send(np.asarray([*held.outcomes.items()], np.int64).T)
             tokens[at] = values
         self.relay.scatter(last, tokens)
         if logprobs is not None:
             sampled = [logprobs.of(tokens[asked]), logprobs.top_ids, logprobs.top]
             scores = [torch.cat(each) for each in zip(sampled, scores, strict=True)] if scores else sampled
-        return Output([tokens, *scores], forced, masked=masked)
+        return Output([tokens, *scores], held.forced, held.steered, masked=masked)
 
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[torch.Tensor]:
         """Tensors of the scored positions, in the order of :func:`_read_logprobs`; none without scores."""
         return [*score(self.sampler.logprobs, logits, ids, top)] if len(ids) else []
 
-    def _constrain(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Constraints:
-        """Apply the masks of this step, which were made while its forward ran."""
+    def _hold(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> _Holding:
+        """Apply what the logits processors of this step decide, and the masks, which were made while its
+        forward ran."""
+        held = _Holding()
         grammars = work.grammars
-        num_rows = len(logits) if work.drafts is None else len(set(work.sample_rows))
-        found = self.grammars.collect(grammars, num_rows)
-        rows = np.asarray(found.at, np.int64)
-        self.sampler.logits_processors.apply_masks_(logits, transfer.send(rows), transfer.send(found.masks))
+        if grammars:
+            num_rows = len(logits) if work.drafts is None else len(set(work.sample_rows))
+            found = self.grammars.collect(grammars, num_rows)
+            held.outcomes, held.forced, held.usable = found.outcomes, found.forced, found.usable
+        if work.steered:
+            steered = self._steer(logits, work.steered, held, transfer)
+            if grammars:
+                self.grammars.skip(grammars, steered.outcomes)
+            held.add(steered)
+        if grammars:
+            rows = np.asarray(found.at, np.int64)
+            masks = transfer.send(found.masks)
+            self.sampler.logits_processors.apply_masks_(logits, transfer.send(rows), masks)
+        return held
+
+    def _steer(
+        self, logits: torch.Tensor, rows: Sequence[SteeredRow], held: _Holding, transfer: Transfer
+    ) -> Steered:
+        """On a device other than the CPU, copy these rows to the host and back."""
+        decided = partial(
+            steer, rows, patience=self.grammars.patience, outcomes=held.outcomes, usable=held.usable
+        )
+        if logits.device.type == "cpu":
+            return decided([*logits.numpy()])
+        lines = [row.at + offset for row in rows for offset in range(1 + len(row.drafts))]
+        at = transfer.send(np.asarray(lines, np.int64))
+        copies = logits[at].cpu().numpy()
+        found = decided(dict(zip(lines, copies, strict=True)))
+        logits[at] = transfer.send(copies)
         return found
 
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
@@ -328,7 +378,9 @@ class TokenDecoding:
         if values:
             _read_logprobs(result, work, tokens, *values)
         if work.grammars:
-            self.grammars.advance(work.grammars, tokens)
+            self.grammars.advance(work.grammars, tokens, output.steered)
+        if work.steered:
+            advance(work.steered, tokens, output.forced)
         return result
 
     def captured(

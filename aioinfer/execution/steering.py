@@ -1,0 +1,196 @@
+"""Steering rows: the logits processors of a step's rows decide after its forward, before it samples.
+
+::
+
+    forward N ── logits ──┬─ plain processors change the rows, or force tokens ──── sample N
+                          └─ coroutines: the rows are copied for the loop, ASKED ─► loop/answers.py
+
+What is forced or asked samples nothing, and the rows launched after it have no input and are void: as of
+grammars, see :mod:`aioinfer.execution.grammar_worker`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from aioinfer.sampling.outcomes import ASKED, BAD_PROCESSOR, DEFERRED, FORCED
+from aioinfer.steering.processors import Ids, Logits, LogitsProcessor
+from aioinfer.steering.state import SteeringState, checked
+
+__all__ = ["Steered", "SteeredRow", "advance", "decide", "steer"]
+
+
+class SteeredRow(NamedTuple):
+    """A row of a step whose request has logits processors; fields as of a
+    :class:`~aioinfer.execution.grammar_worker.GrammarRow`."""
+
+    at: int
+    state: SteeringState
+    position: int
+    known: bool
+    drafts: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class Steered:
+    """What the processors of a step have decided."""
+
+    #: among the rows that sample: what stands for their token
+    outcomes: dict[int, int] = field(default_factory=dict)
+    #: the tokens of those that are ``FORCED``
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    #: of each row that verifies drafts, how many of its positions may sample
+    usable: dict[int, int] = field(default_factory=dict)
+
+
+#: one decision per position
+_Decide: TypeAlias = "Callable[[Sequence[_Position]], Sequence[Any]]"
+
+
+class _Position(NamedTuple):
+    """A position that samples: of a row, behind some of its drafts."""
+
+    row: SteeredRow
+    offset: int
+    ids: Ids
+    logits: Logits
+
+
+def steer(
+    rows: Sequence[SteeredRow],
+    lines: Mapping[int, Logits] | Sequence[Logits],
+    *,
+    patience: float,
+    outcomes: Mapping[int, int],
+    usable: Mapping[int, int],
+) -> Steered:
+    """Have the processors of ``rows`` decide.
+
+    Args:
+        lines: by sampling row its logits, float32 [V], which are changed in place.
+        patience: seconds that the processors of a position may take; slower ones are called later.
+        outcomes: of rows that sample nothing for another reason.
+        usable: of rows with drafts, how many positions may sample for another reason.
+    """
+    found = Steered()
+    positions: list[_Position] = []
+    for row in rows:
+        state = row.state
+        void = state.unsampled and not row.known
+        state.unsampled = True
+        if row.at in outcomes:
+            continue
+        if void:
+            found.outcomes[row.at] = DEFERRED
+            continue
+        if state.position != row.position and state.failed is None:
+            state.failed = RuntimeError(f"logits processors are at {state.position}, not {row.position}")
+        if state.failed is not None:
+            found.outcomes[row.at] = BAD_PROCESSOR
+        elif (answer := state.answer) is not None and answer.position == row.position:
+            lines[row.at][:] = answer.logits
+            state.answer, state.unsampled = None, False
+            found.usable[row.at] = 1
+        elif state.late:
+            state.ask(lines[row.at])
+            found.outcomes[row.at] = ASKED
+        else:
+            state.unsampled = False
+            last = min(len(row.drafts), usable.get(row.at, len(row.drafts) + 1) - 1)
+            for offset in range(last + 1):
+                ids = state.ids(row.drafts[:offset])
+                positions.append(_Position(row, offset, ids, lines[row.at + offset]))
+    _decide_all(positions, patience, found)
+    return found
+
+
+def _decide_all(positions: Sequence[_Position], patience: float, found: Steered) -> None:
+    batches: dict[int, tuple[_Decide, list[_Position]]] = {}
+    for each in positions:
+        processors = each.row.state.processors
+        batch = getattr(processors[0], "batch", None) if len(processors) == 1 else None
+        if callable(batch):
+            batches.setdefault(id(processors[0]), (partial(_together, batch), []))[1].append(each)
+        else:
+            _settle([each], _singly, patience, found)
+    for call, members in batches.values():
+        _settle(members, call, patience, found)
+
+
+def _together(
+    batch: Callable[[list[Ids], list[Logits]], Sequence[Any]], positions: Sequence[_Position]
+) -> Any:
+    return batch([each.ids for each in positions], [each.logits for each in positions])
+
+
+def _singly(positions: Sequence[_Position]) -> Sequence[Any]:
+    return [
+        decide(each.row.state.at(each.row.drafts[: each.offset]), each.ids, each.logits) for each in positions
+    ]
+
+
+def decide(processors: Sequence[LogitsProcessor], ids: Ids, logits: Logits) -> Any:
+    """What plain processors force, the first that does; None: nothing."""
+    for each in processors:
+        forced = each(ids, logits)
+        if forced is not None:
+            return forced
+    return None
+
+
+def _settle(positions: Sequence[_Position], call: _Decide, patience: float, found: Steered) -> None:
+    """Note what processors decide of positions, or raise."""
+    whole = [np.isfinite(each.logits.max()) for each in positions]
+    began = time.monotonic()
+    try:
+        decisions = [checked(forced, len(positions[0].logits)) for forced in call(positions)]
+        if len(decisions) != len(positions):
+            raise ValueError(f"{len(decisions)} decisions of a logits processor for {len(positions)} rows")
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # panics of libraries in Rust are no Exceptions
+        for each in positions:
+            _fail(each, error, found)
+        return
+    slow = time.monotonic() - began > patience * len(positions)
+    for each, was_whole, forced in zip(positions, whole, decisions, strict=True):
+        row = each.row
+        row.state.late = row.state.late or slow
+        if forced and each.offset:
+            _cut(each, found)
+        elif forced:
+            found.outcomes[row.at], found.forced[row.at] = FORCED, forced
+            row.state.unsampled = True
+        elif was_whole and not np.isfinite(each.logits.max()):
+            _fail(each, ValueError("a logits processor left no finite maximum of the logits"), found)
+
+
+def _fail(position: _Position, error: BaseException, found: Steered) -> None:
+    if position.offset:
+        _cut(position, found)  # the following row finds out
+    else:
+        state = position.row.state
+        found.outcomes[position.row.at] = BAD_PROCESSOR
+        state.failed, state.unsampled = error, True
+
+
+def _cut(position: _Position, found: Steered) -> None:
+    """Sample up to the position before one behind drafts: what is decided there is for the following row."""
+    at = position.row.at
+    found.usable[at] = min(found.usable.get(at, position.offset), position.offset)
+
+
+def advance(rows: Sequence[SteeredRow], tokens: Sequence[int], forced: Mapping[int, Sequence[int]]) -> None:
+    """These rows sampled these ``tokens`` (of all sampling rows), or had these ``forced``."""
+    for row in rows:
+        if row.at in forced:
+            row.state.extend(forced[row.at])
+            continue
+        # After the first draft that was wrong there are outcomes.
+        row.state.extend([each for each in tokens[row.at : row.at + 1 + len(row.drafts)] if each >= 0])

@@ -1,0 +1,130 @@
+"""Answers: logits processors that a step does not wait for.
+
+::
+
+    launch thread   row: ASKED, its logits copied ──► resolve: parked ──┐
+    loop                         a task calls the processors ◄──────────┘
+                                 unpark, with the logits that they left ──► the row is computed once more
+                                 or with tokens ──────────────────────────► the request goes on behind them
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aioinfer.errors import EngineError, ProcessorFailed, RequestError, StepFailed
+from aioinfer.steering.processors import waits
+from aioinfer.steering.state import Answer, Question, SteeringState, checked
+
+if TYPE_CHECKING:
+    from aioinfer.loop.core import Core
+    from aioinfer.loop.intake import Intake
+    from aioinfer.scheduling.sequence import Sequence as ModelSequence
+
+__all__ = ["Answers"]
+
+_log = logging.getLogger("aioinfer")
+
+#: seconds for which closing waits for coroutines that were cancelled
+_PATIENCE = 10.0
+
+
+class Answers:
+    """The requests that wait for their logits processors, with a task each."""
+
+    def __init__(
+        self,
+        core: Core,
+        intake: Intake,
+        patience: float,
+        *,
+        updated: Callable[[ModelSequence], None],
+        end: Callable[[ModelSequence, RequestError | EngineError], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """``patience``: seconds that plain processors may take in a step. ``updated``: a request has tokens,
+        or its end; ``end`` ends one; ``wake``: some can be computed."""
+        self._core = core
+        self._intake = intake
+        self._patience = patience
+        self._updated, self._end, self._wake = updated, end, wake
+        self._tasks: dict[ModelSequence, asyncio.Task[None]] = {}
+        #: of requests that have ended
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def ask(self, sequences: Sequence[ModelSequence]) -> None:
+        """Have the processors of these requests decide."""
+        for sequence in sequences:
+            steering = sequence.steering
+            if sequence.finished or steering is None or steering.question is None:
+                continue
+            self._tasks[sequence] = asyncio.get_running_loop().create_task(
+                self._answer(sequence, steering, steering.question),
+                name="aioinfer-processors",
+                context=sequence.consumer.context,
+            )
+
+    def drop(self, sequence: ModelSequence) -> None:
+        """The request has ended: nothing is asked for it any more."""
+        task = self._tasks.pop(sequence, None)
+        if task is not None:
+            task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+
+    async def aclose(self) -> None:
+        """Wait for the coroutines of requests that have ended."""
+        if self._leaving:
+            _, left = await asyncio.wait(self._leaving, timeout=_PATIENCE)
+            if left:
+                _log.warning("%d logits processors go on though they were cancelled", len(left))
+
+    async def _answer(self, sequence: ModelSequence, steering: SteeringState, question: Question) -> None:
+        version = sequence.output.weight_version
+        try:
+            forced = await self._decide(steering, question)
+            if not (forced or np.isfinite(question.logits.max())):
+                raise ValueError("a logits processor left no finite maximum of the logits")
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the request has ended
+            del self._tasks[sequence]
+            self._end(sequence, ProcessorFailed.because(error))
+            return
+        del self._tasks[sequence]
+        answer = None
+        if not forced and version == sequence.output.weight_version:
+            answer = Answer(len(question.ids), question.logits)
+        try:
+            self._core.answered(sequence, forced, answer)
+            if forced:
+                self._updated(sequence)
+        except Exception as error:
+            _log.error("%s could not go on", sequence, exc_info=error)
+            failed = StepFailed(f"the request could not go on: {error}")
+            failed.__cause__ = error
+            self._end(sequence, failed)
+        self._wake()
+
+    async def _decide(self, steering: SteeringState, question: Question) -> list[int]:
+        """What the processors force; they change the logits of the question in place."""
+        began = time.monotonic()
+        for each in steering.at(()):
+            if waits(each):
+                forced = await each(question.ids, question.logits)  # type: ignore[misc]
+            else:
+                forced = await self._intake.work_out(each, question.ids, question.logits)
+            if tokens := checked(forced, len(question.logits)):
+                return tokens
+        if not steering.coroutines and time.monotonic() - began < self._patience:
+            steering.late = False
+        return []
