@@ -100,7 +100,12 @@ class Dispatching(Sending):
     # -- requests -------------------------------------------------------------------------------
 
     def _opened(self, cell: StreamCell, checkpoint: StreamCheckpoint | None) -> Record:
-        self.adapters.check(cell.output.request.adapter, checkpoint)
+        request = cell.output.request
+        self.adapters.check(request.adapter, checkpoint)
+        if request.params.logits_processors and not all(
+            isinstance(each, LocalReplica) for each in self.placing.replicas
+        ):
+            raise InvalidRequest("logits_processors", "cannot be called by replicas in other processes")
         return Record(cell)
 
     def _complete(

@@ -22,6 +22,7 @@ from aioinfer.parallel.rows import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
 from examples.training.tasks import TASKS, held_out
+from tests.engine.test_logits_processors import Counting, CountingLater, next_one, next_one_later
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
 from tests.parallel.toys import Toy, attempt_of, lose_engine, record, virtual
@@ -116,6 +117,19 @@ def toy_requests() -> list[tuple[list[int], SamplingParams]]:
         prompt = [rng.randrange(1, 64) for _ in range(rng.randint(1, 9))]
         asked.append((prompt, SamplingParams(seed=seed, max_tokens=24, **chosen)))
     return asked
+
+
+async def test_logits_processors_go_on_in_another_replica() -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logits_processors=[each])
+        for each in (next_one, next_one_later, Counting(), CountingLater())
+    ]
+    async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+        for each in params:
+            wanted = await dispatcher.generate([5, 6, 7], each)
+            for at in range(0, len(wanted.token_ids), 5):
+                found, _ = await interrupted(dispatcher, [5, 6, 7], each, at)
+                check_same(found, wanted)
 
 
 async def lose_everywhere(every: int = 1) -> int:
