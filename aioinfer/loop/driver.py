@@ -431,8 +431,8 @@ class Driver:
             updated = self._core.fail(step, error)
         resolved = now()
         self._tell(self._events.updated, self._events.moved(updated))
-        if asked := self._core.scheduler.queues.take_asked():
-            self._events.asked(asked)
+        if self._core.scheduler.queues.asked:
+            self._events.asked(self._core.scheduler.queues.take_asked())
         if self._core.texts.raised is not None:
             self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)

@@ -395,6 +395,8 @@ def _unsampled(
         if token == BAD_LOGITS:
             queues.memory.distrust(sequence)
             error = FloatingPointError(NOT_FINITE)
+            if sequence.steering is not None and (fields := sequence.params.constraints):
+                error = ConstraintFailed((*fields, "logits_processors"), f"allow no token, or {NOT_FINITE}")
         elif token == BAD_PROCESSOR:
             assert sequence.steering is not None
             error = ProcessorFailed.because(sequence.steering.failed)

@@ -18,7 +18,7 @@ from tests.engine.asking import SCHEMA, bundled_requests
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
-from tests.tiers import SECONDS, grid, rest
+from tests.tiers import INTERPRETER, SECONDS, grid, nightly, rest
 from tests.toys import ToyDevice, toy_generate
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -361,3 +361,34 @@ async def test_a_grammar_holds_whatever_processors_do(window: int, later: bool) 
         bent = plain.changed(logits_processors=(against_later if later else against,))
         result = await engine.generate(prompt, bent)
         assert result.text.lstrip().startswith("{")
+
+
+@rest(SECONDS)
+async def test_a_processor_against_a_grammar_fails_by_both_names() -> None:
+    def only(ids: Any, logits: Any) -> None:
+        logits[:7], logits[8:] = float("-inf"), float("-inf")
+
+    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
+        stream = engine.generate("Answer: ", SamplingParams(grammar=SCHEMA, logits_processors=[only]))
+        with pytest.raises(errors.ConstraintFailed, match="grammar, logits_processors"):
+            await stream
+        await settle(engine)
+
+
+@nightly(INTERPRETER)
+async def test_they_change_the_rows_of_triton_kernels(checkpoint: Callable[[str], Any]) -> None:
+    path, _ = checkpoint("qwen3")
+    params = [
+        asked(*processors, max_tokens=4, temperature=0.7, seed=3, top_k=9, repetition_penalty=1.2)
+        for processors in ((), (nothing,), (nothing_later,), (lambda ids, logits: [1, 2],))
+    ]
+    found = []
+    for backend in ("torch", "triton"):
+        config = EngineConfig(
+            model=str(path), dtype="float32", sampling_backend=backend, num_pages=32, threads=1
+        )
+        async with Engine(config) as engine:
+            found.append([(await engine.generate(PROMPT, each)).token_ids for each in params])
+    assert found[0] == found[1]
+    assert found[0][0] == found[0][1] == found[0][2]
+    assert found[0][3] == [1, 2, 1, 2]

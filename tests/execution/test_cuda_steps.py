@@ -71,6 +71,29 @@ async def test_replays_give_the_ids_of_transformers(
 
 
 @pytest.mark.parametrize("sampling", ["triton", "torch"])
+async def test_logits_processors_change_their_own_rows(
+    checkpoint: Callable[[str], tuple[Path, Any]], sampling: str
+) -> None:
+    """Rows are copied to the host and back, beside others that a graph samples."""
+    path, oracle = checkpoint("qwen3")
+
+    def nothing(ids: Any, logits: Any) -> None:
+        assert logits.shape == (oracle.config.vocab_size,)
+
+    async def ban(ids: Any, logits: Any) -> None:
+        logits[: len(logits) // 2] = float("-inf")
+
+    batch = prompts(13, 4)
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    kinds = [params, *(params.changed(logits_processors=(each,)) for each in (nothing, ban)), params]
+    async with Engine(config(path, sampling_backend=sampling, decode_graph_rows=8)) as engine:
+        results = await asyncio.gather(*map(engine.generate, batch, kinds))
+    for at in (0, 1, 3):
+        assert results[at].token_ids == greedy(oracle, batch[at], TOKENS)
+    assert min(results[2].token_ids) >= oracle.config.vocab_size // 2
+
+
+@pytest.mark.parametrize("sampling", ["triton", "torch"])
 async def test_sampled_rows_do_not_depend_on_graphs(
     checkpoint: Callable[[str], tuple[Path, Any]], sampling: str
 ) -> None:
