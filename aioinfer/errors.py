@@ -6,6 +6,7 @@
     │   ├── InvalidRequest   (ValueError)    refused before it is queued; ``.field`` names the argument
     │   ├── Rejected                         the queue is full; ``.retry_after`` seconds
     │   ├── ConstraintFailed                 its constraints allow no further token; ``.fields``
+    │   ├── ProcessorFailed                  one of its logits processors raised; see ``__cause__``
     │   ├── TimedOut         (TimeoutError)  a waiting or running deadline passed; ``.phase``
     │   └── Cancelled                        the request was ended by ``Engine.abort``
     └── EngineError                          the engine could not serve the request

@@ -27,15 +27,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Forced", "Ids", "Logits", "LogitsProcessor", "Stateful", "waits"]
 
-Ids: TypeAlias = npt.NDArray[np.int64]
-Logits: TypeAlias = npt.NDArray[np.float32]
+Ids: TypeAlias = "npt.NDArray[np.int64]"
+Logits: TypeAlias = "npt.NDArray[np.float32]"
 #: the tokens that come next; None: one is sampled
 Forced: TypeAlias = "Sequence[int] | None"
 LogitsProcessor: TypeAlias = "Callable[[Ids, Logits], Forced | Awaitable[Forced]]"
