@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from aioinfer.cache.namespace import Namespace
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
-from aioinfer.loop.answers import Answers
 from aioinfer.loop.driver import Driver
 from aioinfer.loop.holding import Held, Holding
 from aioinfer.loop.observing import measure
@@ -63,6 +62,8 @@ class Runtime(Service[_Open]):
         self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake, adapters: AdapterLoads
     ) -> None:
         """``config`` leaves nothing open: see :func:`aioinfer.loop.factory.decide`."""
+        from aioinfer.loop.answers import Answers  # imports numpy
+
         super().__init__(config, core.info, core.tokenizer, core.checks, intake, core.clock)
         self.core = core
         self.launcher = launcher
