@@ -51,7 +51,7 @@ LAYERS: list[set[str]] = [
     # what a caller reads: streams; statistics and traces
     {"stream", "observe"},
     # which rows a step computes; pure Python. How far a stream has come, as a record
-    {"scheduling", "resuming"},
+    {"scheduling", "resuming", "cells"},
     # what was asked for, and what came of it
     {"request"},
     # how the blocks of diffusion models are denoised; what is drafted for others

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Self, cast
 
 from aioinfer.awaited import Awaited
+from aioinfer.cells import StreamCell
 from aioinfer.chat.answers import AnswerReader, joined
 from aioinfer.chat.asking import ChatRequest
 from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall, message_of
@@ -18,7 +19,7 @@ from aioinfer.errors import Cancelled, RequestError, renamed
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, FinishReason, Result, TokenLogprob, Usage
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.stream import Stream
 from aioinfer.text.tokenizer import Tokenizer, end_of
 from aioinfer.text.tool_calls import ToolCallDelta
 

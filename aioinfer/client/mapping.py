@@ -10,6 +10,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Ma
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar
 
+from aioinfer.cells import when_ended
 from aioinfer.client.chats import ChatStream
 from aioinfer.errors import (
     AioInferError,
@@ -21,7 +22,7 @@ from aioinfer.errors import (
     shown,
 )
 from aioinfer.loop.options import Prompt
-from aioinfer.stream import Stream, when_ended
+from aioinfer.stream import Stream
 
 __all__ = ["MapProgress", "OnError", "Open", "Opened", "Prompts", "ResultMap", "Rows", "check_on_error"]
 

@@ -28,11 +28,12 @@ from aioinfer.request import RequestOptions
 from aioinfer.text.tokenizer import Tokenizer, end_of
 
 if TYPE_CHECKING:
+    from aioinfer.cells import StreamCell
     from aioinfer.client.chats import ChatStream
     from aioinfer.client.requests import Requests
     from aioinfer.loop.holding import Kept, Seat
     from aioinfer.loop.service import Service
-    from aioinfer.stream import Stream, StreamCell
+    from aioinfer.stream import Stream
 
 __all__ = ["Answer", "HeldPrefix", "Session", "State"]
 

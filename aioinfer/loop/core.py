@@ -48,8 +48,8 @@ from aioinfer.text.reader import AnswerReader
 from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
+    from aioinfer.cells import StreamCell
     from aioinfer.resuming.record import StreamCheckpoint
-    from aioinfer.stream import StreamCell
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]

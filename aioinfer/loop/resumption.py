@@ -21,10 +21,10 @@ from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
+    from aioinfer.cells import StreamCell
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.request import Output
     from aioinfer.scheduling.sequence import Sequence
-    from aioinfer.stream import StreamCell
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.output import OutputText
 

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from aioinfer.cache.namespace import Namespace
+from aioinfer.cells import StreamCell, tell_lanes
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
 from aioinfer.loop.driver import Driver
@@ -26,7 +27,6 @@ from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.adapters import AdapterVersion
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.sequence import Sequence
-from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher

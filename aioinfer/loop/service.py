@@ -8,7 +8,6 @@ the abstract methods.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from aioinfer.cells import StreamCell
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
     AioInferError,
@@ -44,7 +44,7 @@ from aioinfer.observe.observers import Observers
 from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
@@ -157,8 +157,6 @@ class Service(ABC, Generic[_Opened]):
             check(checkpoint, self.info, self.checks.stop_ids(params))
             least += len(checkpoint.token_ids)
         cell = StreamCell(Output(request, self.clock()))
-        if params.logits_processors:
-            cell.context = contextvars.copy_context()
         opened = self._opened(cell, checkpoint)
         worked_out = params.worked_out or (self.replays and checkpoint is not None)
         try:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from aioinfer.cells import Outlet
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, EngineFailed, RequestError
 from aioinfer.loop.clock import clock_of
 from aioinfer.observe.observers import Observer
@@ -29,7 +30,7 @@ from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.parallel.sent_errors import sendable
 from aioinfer.parallel.shared_pages import SharedPages
-from aioinfer.stream import Outlet, Stream
+from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
     from aioinfer.engine import Engine

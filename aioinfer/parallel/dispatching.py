@@ -20,6 +20,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.cells import StreamCell, tell_lanes
 from aioinfer.errors import (
     ConfigError,
     EngineClosed,
@@ -53,7 +54,6 @@ from aioinfer.parallel.sending import OnLoss, Sending
 from aioinfer.parallel.weights import ReplicaWeights
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.loop.holding import Kept, Prefix

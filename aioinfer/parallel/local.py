@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
+from aioinfer.cells import Outlet
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import EngineClosed, EngineFailed
 from aioinfer.observe.observers import Observer, Observers
@@ -20,7 +21,7 @@ from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState, Stored
 from aioinfer.parallel.rows import Rows
 from aioinfer.parallel.stats import counts_of
-from aioinfer.stream import Outlet, Stream
+from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress

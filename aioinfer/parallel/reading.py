@@ -7,10 +7,11 @@ import functools
 from collections.abc import Callable
 from typing import Self
 
+from aioinfer.cells import Lane, when_ended
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.request import Request
-from aioinfer.stream import Lane, Stream, when_ended
+from aioinfer.stream import Stream
 
 __all__ = ["Reading", "request_of"]
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer.cache.namespace import Namespace
+from aioinfer.cells import StreamCell
 from aioinfer.loop.holding import Prefix
 from aioinfer.loop.resumption import take
 from aioinfer.loop.service import OpenRequest
@@ -15,7 +16,6 @@ from aioinfer.parallel.roles import Role
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.stream import StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo

@@ -21,10 +21,11 @@ import time
 from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as _quoted
 
+from aioinfer.cells import Outlet
 from aioinfer.server.http.disconnects import ClientGone
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.wire import PlainEvent
-from aioinfer.stream import Outlet, Stream
+from aioinfer.stream import Stream
 
 __all__ = ["ExpressLane", "ExpressOutlet"]
 
@@ -70,7 +71,7 @@ class ExpressOutlet:
 
 
 class ExpressLane:
-    """All plain streams of one engine's routes. As :class:`aioinfer.stream.Lane`; on the event loop only."""
+    """All plain streams of one engine's routes. as :class:`aioinfer.cells.Lane`; on the event loop only."""
 
     def __init__(self) -> None:
         #: those that have moved since they were last written, each once

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Never, TypeAlias
 
+from aioinfer.cells import StreamCell
 from aioinfer.config import EngineConfig, given
 from aioinfer.embeddings.scoring import Scores
 from aioinfer.engine import Engine
@@ -36,7 +37,7 @@ from aioinfer.loop.service import Service
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.stream import Stream
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
 from aioinfer.testing.timed_launcher import TimedLauncher
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from aioinfer import DiffusionParams, EngineConfig, SamplingParams
+from aioinfer.cells import StreamCell
 from aioinfer.loop.core import Core
 from aioinfer.loop.options import Prepared
 from aioinfer.outputs import Chunk, Result
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.block_cursor import BlockCursor
-from aioinfer.stream import Stream, StreamCell
+from aioinfer.stream import Stream
 from aioinfer.text.output import UNKNOWN
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
