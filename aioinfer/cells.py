@@ -6,12 +6,12 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aioinfer.outputs import Chunk
 from aioinfer.request import Output
 
-__all__ = ["Lane", "Outlet", "StreamCell", "Want", "tell_lanes", "when_ended"]
+__all__ = ["Cut", "Lane", "Outlet", "StreamCell", "Want", "tell_lanes", "when_ended"]
 
 
 class Want(Enum):
@@ -23,6 +23,19 @@ class Want(Enum):
 
 
 _CHUNK = Want.CHUNK
+
+
+class Cut(NamedTuple):
+    """Where an output is cut, so that something else follows."""
+
+    #: output tokens that are kept; None: those that the consumer has taken, or all if it does not iterate
+    at: int | None
+    iterated: bool
+    #: token ids or text that follow as if the model had written them
+    then: str | Sequence[int] = ()
+    #: the arguments that these were
+    at_name: str = "at"
+    then_name: str = "then"
 
 
 class _Callback:

@@ -318,9 +318,11 @@ class Output:
     @property
     def newest_version(self) -> int:
         """Version of the weights that computed the last token; without one, that will compute the first."""
-        if not self.switches or len(self.token_ids) > self.switches[-1][0]:
-            return self.weight_version
-        return self.switches[-1][2]
+        return self.version_at(len(self.token_ids))
+
+    def version_at(self, count: int) -> int:
+        """Version of the weights that computed the last of the first ``count`` tokens."""
+        return next((before for tokens, _, before in self.switches if count <= tokens), self.weight_version)
 
     # -- its end --------------------------------------------------------------------------------
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import get_running_loop
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, Unpack
 
 from aioinfer.awaited import Awaited
-from aioinfer.cells import Outlet, StreamCell, Want
+from aioinfer.cells import Cut, Outlet, StreamCell, Want
 from aioinfer.errors import AioInferError, Cancelled
 from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 
 if TYPE_CHECKING:
+    from aioinfer.params import SamplingParams
+    from aioinfer.request import RequestOptions
     from aioinfer.resuming.record import StreamCheckpoint
 
 __all__ = ["Stream"]
@@ -44,6 +46,14 @@ class StreamOwner(Protocol):
     def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
         """A checkpoint of the request so far. Raises RuntimeError."""
 
+    def fork(
+        self, cell: StreamCell, n: int, cut: Cut, params: SamplingParams | None, options: RequestOptions
+    ) -> list[Stream]:
+        """As :meth:`Stream.fork`."""
+
+    def rewrite(self, cell: StreamCell, cut: Cut) -> None:
+        """Have the stream of a cell go on from a cut."""
+
 
 class Stream(Awaited[Result]):
     """One generation in progress.
@@ -66,7 +76,7 @@ class Stream(Awaited[Result]):
         self._owner = owner
         self._cell = cell
         self._ended = False
-        #: the loop on which it was read last
+        #: the loop on which a chunk was read last; None: none was, or it was awaited since
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -124,6 +134,63 @@ class Stream(Awaited[Result]):
         """
         return self._owner.checkpoint(self._cell)
 
+    # -- another way on -------------------------------------------------------------------------
+
+    def fork(
+        self,
+        n: int = 1,
+        *,
+        at: int | None = None,
+        then: str | Sequence[int] = (),
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Stream]:
+        """``n`` streams (1 to 128) that go on from this one, which goes on, too. Does not wait.
+
+        They share all whole pages of KV up to there. Each is a request like any other, to be read, awaited
+        and left by itself; its chunks begin behind what is kept, its result has the whole output. Either all
+        are queued or none. This stream may have ended, also in the middle of a thought; it may be closed
+        right after.
+
+        Args:
+            at: how many tokens of the output are kept. By default those of the chunks that were read; if
+                none were, or it was awaited since, all that are known, but not one that ended it: an end
+                token, or the last of a stop string.
+            then: token ids that follow as if the model had written them, or text, tokenized by itself.
+                They are the first that is delivered.
+            params: by default those of this stream. What ``generate`` would take from the model, where it is
+                not set, is taken from this stream. ``max_tokens`` counts the whole output. The seeds follow
+                ``params.seed`` as those of choices do; without one, the first is this stream's and 1.
+            options: those of ``generate``; by default this stream's, but ``request_id``.
+
+        Raises:
+            InvalidRequest: an argument is bad, or does not agree with what is kept. What only the text of
+                ``then`` shows, or a grammar, is raised by the streams.
+            RuntimeError: the prompt is not tokenized yet, or nothing is generated.
+            Rejected, EngineClosed, EngineFailed, WrongLoop: as of ``generate``.
+        """
+        return self._owner.fork(self._cell, n, Cut(at, self._iterated, then), params, options)
+
+    def inject(self, text_or_ids: str | Sequence[int], *, at: int | None = None) -> None:
+        """Go on in this stream as if the model had written this behind ``at`` tokens; what it had computed
+        beyond them is dropped. Arguments and errors are those of :meth:`fork`, with ``inject`` for ``then``.
+        Does not wait; while text is tokenized, nothing else can be cut. Place in the queue, deadlines and
+        seed remain. Streams of a dispatcher can only be forked."""
+        self._rewrite(Cut(at, self._iterated, text_or_ids, then_name="inject"))
+
+    def rewind(self, to: int) -> None:
+        """The same with nothing behind the first ``to`` tokens: they are computed on, with the same noise.
+        The reader gets what follows them, or follows what it has, if that is less."""
+        self._rewrite(Cut(to, self._iterated, at_name="to", then_name=""))
+
+    def _rewrite(self, cut: Cut) -> None:
+        self._owner.rewrite(self._cell, cut)
+        self._ended = False
+
+    @property
+    def _iterated(self) -> bool:
+        return self._loop is not None
+
     # -- async for ------------------------------------------------------------------------------
 
     def __aiter__(self) -> Self:
@@ -133,7 +200,6 @@ class Stream(Awaited[Result]):
         """Raises the request's error, once everything produced before it was delivered."""
         # Runs once per token: what most chunks need is written out here, the rest is called.
         cell = self._cell
-        output = cell.output
         try:
             loop = get_running_loop()
         except RuntimeError:
@@ -142,7 +208,7 @@ class Stream(Awaited[Result]):
             self._owner.check_loop()
             self._loop = loop
         while not (cell.closed or self._ended):
-            chunk = None
+            chunk, output = None, cell.output  # which is another one after a rewind
             if output.plain and not output.finished:
                 pieces, first, count = output.pieces, cell.taken_pieces, len(output.pieces)
                 if count > first:
@@ -190,6 +256,7 @@ class Stream(Awaited[Result]):
         self._raise_error()
         if cell.output.finish_reason == "abort":
             raise Cancelled("the stream was closed before its end")
+        self._loop = None
         return cell.output.result()
 
     async def until_ended(self, outlet: Outlet) -> None:

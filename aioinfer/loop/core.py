@@ -26,7 +26,7 @@ from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.resumption import Resumption, check_adapter, replay
-from aioinfer.loop.texts import Texts
+from aioinfer.loop.texts import Texts, output_text
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
@@ -43,9 +43,6 @@ from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
 from aioinfer.steering.state import Answer
-from aioinfer.text.output import OutputText
-from aioinfer.text.reader import AnswerReader
-from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
     from aioinfer.cells import StreamCell
@@ -222,10 +219,10 @@ class Core:
         prepared = self.preparing.complete(prompt_ids, params, self.checks.stop_ids(params))
         if checkpoint is None:
             return prepared
-        text = self._output_text(prompt_ids, params)
+        text = output_text(self.tokenizer, prompt_ids, params)
         grammar = prepared.grammar
         if grammar is not None and checkpoint.token_ids:
-            grammar = replay(grammar, checkpoint)
+            grammar = replay(grammar, checkpoint.token_ids)
         steering = prepared.steering
         if steering is not None:
             steering = steering.restarted(checkpoint.token_ids)
@@ -250,19 +247,19 @@ class Core:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1
         self._arrivals += not request.queue_behind
-        output.prompt_ids = prompt_ids
+        output.prompt_ids, queued = prompt_ids, None
         if resumption is None:
             output.seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-            text = self._output_text(prompt_ids, params)
+            text = output_text(self.tokenizer, prompt_ids, params)
         else:
-            text = resumption.text
+            text, queued = resumption.text, resumption.queued
             resumption.begin(output)
         sequence = Sequence(
             self._next_key,
             output,
             stop_ids=self.checks.stop_ids(params),
             max_length=max_length,
-            place=(self._arrivals + request.queue_behind, self._next_key),
+            place=queued or (self._arrivals + request.queue_behind, self._next_key),
             namespace=Namespace(request.cache_salt or "", 0 if adapter is None else adapter.uid),
             adapter=adapter,
             text=text,
@@ -288,19 +285,9 @@ class Core:
             output.accepted = False
             _log.error("%s could not be queued", sequence, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
-        if self.holding_back:
+        if self.holding_back and output.admitted_at is None:
             self.scheduler.queues.park(sequence, ParkedFor.UPDATE)
         return sequence
-
-    def _output_text(self, prompt_ids: abc.Sequence[int], params: SamplingParams) -> OutputText:
-        if self.tokenizer is None:
-            return OutputText(None)
-        detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
-        answer = None
-        if params.stop_format is not None:
-            answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, self.tokenizer))
-        stops = params.stop, params.include_stop, params.stop_regex
-        return OutputText(detokenizer, *stops, answer, params.min_tokens)
 
     def answered(self, sequence: Sequence, forced: abc.Sequence[int], answer: Answer | None) -> None:
         """The logits processors of a request that waits for them have decided: these tokens come next, or one

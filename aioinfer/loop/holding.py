@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from aioinfer.errors import Rejected
+from aioinfer.errors import InvalidRequest, Rejected
 
 if TYPE_CHECKING:
     import asyncio
 
     from aioinfer.cache.nodes import Hold
+    from aioinfer.cells import StreamCell
     from aioinfer.scheduling.memory import Memory
+    from aioinfer.tiers.store import PageStore
 
-__all__ = ["Held", "Holding", "Kept", "Prefix", "Seat", "Seats"]
+__all__ = ["Held", "Holding", "Keeping", "Kept", "Prefix", "Seat", "Seats"]
 
 _TOKEN_BYTES = 4
 
@@ -136,6 +138,32 @@ class Holding:
         """End all of them."""
         for held in list(self._held):
             held.release()
+
+
+class Keeping:
+    """What an engine or a dispatcher does for sessions and warmed prefixes; here, nothing."""
+
+    def keep(self, cell: StreamCell, seconds: float | None) -> Kept | None:
+        """Hold the KV of an open request that ends now, until it was unused for so long. None: nothing."""
+        return None
+
+    async def store(
+        self, ids: Sequence[int], cache_salt: str, adapter: str | None, into: PageStore | None = None
+    ) -> int:
+        """Put what is cached of a prefix into a store, by default the engine's own; returns how many of the
+        tokens are there then. None of them: there is nothing to copy from here. Raises InvalidRequest."""
+        return 0
+
+    def attach(self, store: PageStore) -> bool:
+        """Have requests look for their pages in a store, too, until :meth:`detach`. False: they cannot."""
+        return False
+
+    def detach(self, store: PageStore) -> None:
+        """Do not look there any more."""
+
+    async def move(self, prefix: Prefix, replica: str, seconds: float | None) -> Kept | None:
+        """Have the KV of a prefix held in a replica. Raises InvalidRequest."""
+        raise InvalidRequest("replica", "this is one engine: sessions move between those of a dispatcher")
 
 
 class Seat:

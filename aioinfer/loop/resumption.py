@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.output import OutputText
 
-__all__ = ["Resumption", "check", "check_adapter", "replay", "take"]
+__all__ = ["Resumption", "check", "check_adapter", "replay", "take", "unknown_block"]
 
 _FIELD = "checkpoint"
 #: rounds of a block
@@ -44,6 +44,8 @@ class Resumption:
     text: OutputText
     #: the output is that of an undisturbed request, to the bit
     identical: bool
+    #: the place in the queue that it keeps; None: a new one
+    queued: tuple[int, int] | None = None
 
     @classmethod
     def prepare(cls, checkpoint: StreamCheckpoint, text: OutputText, info: DeviceInfo) -> Resumption:
@@ -96,13 +98,18 @@ class Resumption:
             cell.taken_pieces = int(checkpoint.delivered_characters > 0)
 
 
-def replay(grammar: GrammarState, checkpoint: StreamCheckpoint) -> GrammarState:
-    """The state of a grammar after the output. May take long. Raises InvalidRequest: it refuses a token."""
-    ids = checkpoint.token_ids
+def replay(
+    grammar: GrammarState,
+    ids: abc.Sequence[int],
+    named: abc.Callable[[int], tuple[str, str]] = lambda _: (_FIELD, "token_ids: "),
+) -> GrammarState:
+    """The state of a grammar after an output. May take long. Raises InvalidRequest: it refuses a token;
+    ``named``: field and beginning of the message, by the number of tokens before that."""
     tried = grammar.restarted(ids)
     tried.accept(ids)
     if tried.failed is not None:
-        raise InvalidRequest(_FIELD, f"token_ids: {tried.failed}")
+        field, what = named(tried.position - tried.begin)
+        raise InvalidRequest(field, f"{what}{tried.failed}")
     return grammar.restarted(ids)
 
 
@@ -207,30 +214,36 @@ def _check_state(
             raise InvalidRequest(_FIELD, f"block: {name}: no block that is under way has these values")
 
 
-def take(cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
-    """A checkpoint of a request so far. Raises RuntimeError before its prompt is tokenized, if its output is
-    complete, and if it has none: what only scores or pools a prompt starts anew."""
+def take(cell: StreamCell, info: DeviceInfo, at: int | None = None) -> StreamCheckpoint:
+    """A checkpoint of a request so far, or of its first ``at`` output tokens, as if none had been read.
+
+    Raises RuntimeError before its prompt is tokenized, if its output is complete and not cut, and if it has
+    none: what only scores or pools a prompt starts anew."""
     output = cell.output
     request, params = output.request, output.request.params
     if params.max_tokens == 0 or request.pooling is not None:
         raise RuntimeError("it generates nothing (max_tokens 0), so there is nothing to go on with")
     if not output.accepted:
-        raise RuntimeError("the prompt has not been tokenized yet")
-    if output.ended and output.finish_reason != "abort":
+        raise RuntimeError("the prompt, or what was injected, is not tokenized yet: await stream.accepted()")
+    if at is None and output.ended and output.finish_reason != "abort":
         raise RuntimeError("the output is complete: there is nothing to go on with")
-    count = len(output.token_times)
+    count = len(output.token_times) if at is None else at
+    taken, characters = 0, 0
+    if at is None:
+        taken = min(cell.taken_ids, count)
+        characters = cell.delivered or sum(map(len, output.pieces[: cell.taken_pieces]))
     block, identical = None, output.identical and info.deterministic
     if info.block_size is not None:
-        if output.newest_version == output.weight_version:
+        if output.newest_version == output.weight_version and (at is None or not output.finished):
             block = output.block  # and not one that other weights began than the record says
         known = len(output.prompt_ids) + count
         start = known - known % info.block_size
+        if at is not None and at < len(output.token_ids):
+            block = None  # it has more tokens
         if known > max(start, len(output.prompt_ids)) and (block is None or block.start != start):
-            # Its text is late, or its weights were replaced, and the rounds of this block are gone: it goes
-            # on from its tokens.
-            assert info.mask_token_id is not None
-            tokens = output.known_ids(start, known)
-            block = BlockState.unknown(start, tokens, info.block_size, info.mask_token_id)
+            # It is cut, its text is late, or its weights were replaced, and the rounds of this block are
+            # gone: it goes on from its tokens.
+            block = unknown_block(output.known_ids(start, known), start, info)
             identical = False
     return StreamCheckpoint(
         fingerprint=info.fingerprint,
@@ -241,8 +254,8 @@ def take(cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
         params=params,
         seed=output.seed,
         token_ids=tuple(output.token_ids[:count]),
-        delivered_tokens=min(cell.taken_ids, count),
-        delivered_characters=cell.delivered or sum(map(len, output.pieces[: cell.taken_pieces])),
+        delivered_tokens=taken,
+        delivered_characters=characters,
         logprobs=() if params.logprobs is None else tuple(output.logprobs[:count]),
         prompt_logprobs=tuple(output.prompt_logprobs),
         step_map=None if output.step_map is None else tuple(output.step_map[:count]),
@@ -253,5 +266,12 @@ def take(cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
         routing_key=request.routing_key,
         adapter=request.adapter,
         adapter_fingerprint=output.adapter_fingerprint,
-        weight_version=output.newest_version,
+        weight_version=output.version_at(count),
     )
+
+
+def unknown_block(tokens: abc.Sequence[int], start: int, info: DeviceInfo) -> BlockState:
+    """The block of a diffusion model that begins at ``start`` with these tokens, before its first round."""
+    assert info.block_size is not None
+    assert info.mask_token_id is not None
+    return BlockState.unknown(start, tokens, info.block_size, info.mask_token_id)

@@ -13,16 +13,19 @@ from aioinfer.cells import StreamCell, tell_lanes
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
 from aioinfer.loop.driver import Driver
+from aioinfer.loop.going_on import GoingOn
 from aioinfer.loop.holding import Held, Holding
 from aioinfer.loop.observing import measure
+from aioinfer.loop.opened import OpenRequest
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.pacing import Pace
-from aioinfer.loop.service import EngineState, OpenRequest, Service
+from aioinfer.loop.service import EngineState
 from aioinfer.loop.transfers import PageTransfers
 from aioinfer.loop.tuning import Tuning
 from aioinfer.loop.updating import Updates
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
+from aioinfer.request import Output
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.adapters import AdapterVersion
 from aioinfer.scheduling.audit import audit
@@ -52,7 +55,7 @@ class _Open(OpenRequest):
         self.sequence: Sequence | None = None
 
 
-class Runtime(Service[_Open]):
+class Runtime(GoingOn[_Open]):
     """The parts of a started engine and its open requests.
 
     The driver reports to :meth:`admitted`, :meth:`updated`, :meth:`moved` and :meth:`lost`.
@@ -150,6 +153,28 @@ class Runtime(Service[_Open]):
         assert opened.sequence is not None
         self.core.abort(opened.sequence, error)
         self.driver.wake()
+
+    def _share(self, cell: StreamCell) -> None:
+        opened = self.open.get(cell)
+        if opened is not None and opened.sequence is not None:
+            self.core.commit(opened.sequence)
+
+    def _place(self, opened: _Open) -> tuple[int, int]:
+        assert opened.sequence is not None
+        return opened.sequence.place
+
+    def _swap(self, opened: _Open, output: Output) -> None:
+        sequence, adapter = opened.sequence, opened.adapter
+        assert sequence is not None
+        self._abort(opened, None)
+        # A step in flight that fails reports it, and not to the reader of the other output.
+        sequence.consumer = StreamCell(sequence.output)
+        output.weight_version = self.core.weight_version
+        if adapter is not None:
+            adapter.users.add(output)
+            output.adapter_fingerprint = adapter.fingerprint
+            self.core.adapters.leave(adapter, sequence.output, sequence.kv.last_step)
+        opened.output, opened.sequence, opened.cell.output = output, None, output
 
     def end_sequence(self, sequence: Sequence, error: RequestError | EngineError | None) -> None:
         """End a request by its sequence."""

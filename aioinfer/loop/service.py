@@ -11,11 +11,11 @@ import asyncio
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from aioinfer.cells import StreamCell
+from aioinfer.cells import Cut, StreamCell
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
     AioInferError,
@@ -36,13 +36,14 @@ from aioinfer.loop.belonging import (
     require_process,
     running_loop,
 )
-from aioinfer.loop.holding import Kept, Prefix, Seats
+from aioinfer.loop.holding import Keeping, Seats
 from aioinfer.loop.intake import Intake
+from aioinfer.loop.opened import OpenRequest
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource
 from aioinfer.loop.resumption import check, take
 from aioinfer.observe.observers import Observers
 from aioinfer.params import SamplingParams
-from aioinfer.request import Output, Request
+from aioinfer.request import Output, Request, RequestOptions
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream
 
@@ -50,9 +51,8 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.checks import Checks
     from aioinfer.text.tokenizer import Tokenizer
-    from aioinfer.tiers.store import PageStore
 
-__all__ = ["EngineState", "OpenRequest", "Service", "not_started"]
+__all__ = ["EngineState", "Later", "Service", "not_started"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -74,25 +74,13 @@ def not_started(kind: str, state: EngineState) -> EngineClosed:
     return EngineClosed(f"the {kind} is {state.value}{way}")
 
 
-class OpenRequest:
-    """A request from its acceptance to its end."""
-
-    __slots__ = ("cell", "least_tokens", "output", "preparing")
-
-    def __init__(self, cell: StreamCell) -> None:
-        self.cell = cell
-        self.output = cell.output
-        #: tokenizes its prompt; None: that is done
-        self.preparing: asyncio.Task[None] | None = None
-        #: its prompt has at least this many tokens
-        self.least_tokens = 0
-
-
 _Opened = TypeVar("_Opened", bound=OpenRequest)
 _T = TypeVar("_T")
+#: works out on worker threads what a request begins with
+Later = Callable[[], Awaitable[tuple[Prepared, "StreamCheckpoint | None"]]]
 
 
-class Service(ABC, Generic[_Opened]):
+class Service(Keeping, ABC, Generic[_Opened]):
     """Belongs to the loop on which it is made: all methods but :meth:`source`, :meth:`abandon` and
     :meth:`abandon_later` are called there. Streams know it as their owner."""
 
@@ -156,51 +144,70 @@ class Service(ABC, Generic[_Opened]):
         if checkpoint is not None:
             check(checkpoint, self.info, self.checks.stop_ids(params))
             least += len(checkpoint.token_ids)
-        cell = StreamCell(Output(request, self.clock()))
-        opened = self._opened(cell, checkpoint)
+        opened = self._opened(StreamCell(Output(request, self.clock())), checkpoint)
         worked_out = params.worked_out or (self.replays and checkpoint is not None)
+
+        async def later() -> tuple[Prepared, StreamCheckpoint | None]:
+            ids = await self._intake.encode(prompt)
+            if worked_out:
+                return await self._intake.work_out(self._complete, ids, params, checkpoint), checkpoint
+            return self._complete(ids, params, None), checkpoint
+
+        prepared = None
+        if prompt.ids is not None and not worked_out:
+            try:
+                prepared = self._complete(prompt.ids, params, None)
+            except BaseException:
+                self._left(opened)
+                raise
+        self._begin(opened, least, prepared, checkpoint, later, chat=prompt.chat)
+        return Stream(self, opened.cell)
+
+    def _begin(
+        self,
+        opened: _Opened,
+        least: int,
+        prepared: Prepared | None,
+        checkpoint: StreamCheckpoint | None,
+        later: Later,
+        *,
+        chat: bool = False,
+    ) -> None:
+        """Queue a request with at least so many tokens: if it is not ``prepared``, when ``later`` is done.
+        Raises InvalidRequest, Rejected."""
+        cell = opened.cell
         try:
             self._check_queue(least, self.arriving, self._arriving_tokens)
-            if prompt.ids is not None and not worked_out:
-                self._accept(opened, self._complete(prompt.ids, params, None), checkpoint)
+            if prepared is not None:
+                self._accept(opened, prepared, checkpoint)
         except BaseException as error:
             if isinstance(error, Rejected):
                 self.observers.rejected()
             self._left(opened)
             raise
         self.open[cell] = opened
-        if not cell.output.accepted:
-            opened.least_tokens = least
-            self.arriving += 1
-            self._arriving_tokens += least
-            preparing = self._prepare(opened, prompt, checkpoint, worked_out=worked_out)
-            opened.preparing = self.loop.create_task(preparing, name="aioinfer-preparing")
+        if prepared is None:
+            self._begin_later(opened, least, later)
         if self.observers:
-            self.observers.opened(cell.output, chat=prompt.chat)
-        self._set_timer(opened, "waiting", request.waiting_timeout)
-        return Stream(self, cell)
+            self.observers.opened(cell.output, chat=chat)
+        self._set_timer(opened, "waiting", cell.output.request.waiting_timeout)
 
-    async def _prepare(
-        self,
-        opened: _Opened,
-        prompt: PromptSource,
-        checkpoint: StreamCheckpoint | None,
-        *,
-        worked_out: bool,
-    ) -> None:
+    def _begin_later(self, opened: _Opened, least: int, later: Later) -> None:
+        opened.least_tokens = least
+        self.arriving += 1
+        self._arriving_tokens += least
+        opened.preparing = self.loop.create_task(self._prepare(opened, later), name="aioinfer-preparing")
+
+    async def _prepare(self, opened: _Opened, later: Later) -> None:
         """Tokenize the prompt and compile grammars on worker threads, and queue the request. Cancelled when
         the request ends."""
-        params = opened.output.request.params
         refused: BaseException
         try:
-            ids = await self._intake.encode(prompt)
-            if worked_out:
-                prepared = await self._intake.work_out(self._complete, ids, params, checkpoint)
-            else:
-                prepared = self._complete(ids, params, None)
+            prepared, checkpoint = await later()
             self._arrived(opened)
-            resumed = 0 if checkpoint is None else len(checkpoint.token_ids)
-            self._check_queue(len(prepared.prompt_ids) + resumed)
+            if prepared.resumption is None or prepared.resumption.queued is None:
+                resumed = 0 if checkpoint is None else len(checkpoint.token_ids)
+                self._check_queue(len(prepared.prompt_ids) + resumed)
             self._accept(opened, prepared, checkpoint)
         except asyncio.CancelledError:
             if not opened.output.finished:
@@ -306,28 +313,6 @@ class Service(ABC, Generic[_Opened]):
     def _failed_error(self) -> EngineFailed:
         """A new exception that says why it is FAILED."""
 
-    def keep(self, cell: StreamCell, seconds: float | None) -> Kept | None:
-        """Hold the KV of an open request that ends now, until it was unused for so long. None: nothing."""
-        return None
-
-    async def store(
-        self, ids: Sequence[int], cache_salt: str, adapter: str | None, into: PageStore | None = None
-    ) -> int:
-        """Put what is cached of a prefix into a store, by default the engine's own; returns how many of the
-        tokens are there then. None of them: there is nothing to copy from here. Raises InvalidRequest."""
-        return 0
-
-    def attach(self, store: PageStore) -> bool:
-        """Have requests look for their pages in a store, too, until :meth:`detach`. False: they cannot."""
-        return False
-
-    def detach(self, store: PageStore) -> None:
-        """Do not look there any more."""
-
-    async def move(self, prefix: Prefix, replica: str, seconds: float | None) -> Kept | None:
-        """Have the KV of a prefix held in a replica. Raises InvalidRequest."""
-        raise InvalidRequest("replica", "this is one engine: sessions move between those of a dispatcher")
-
     async def use_file(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """:meth:`aioinfer.loop.intake.Intake.use_file`."""
         return await self._intake.use_file(call, *arguments)
@@ -383,6 +368,16 @@ class Service(ABC, Generic[_Opened]):
     def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
         """A checkpoint of a request so far. Raises RuntimeError."""
         return take(cell, self.info)
+
+    @abstractmethod
+    def fork(
+        self, cell: StreamCell, n: int, cut: Cut, params: SamplingParams | None, options: RequestOptions
+    ) -> list[Stream]:
+        """As :meth:`aioinfer.Stream.fork`."""
+
+    @abstractmethod
+    def rewrite(self, cell: StreamCell, cut: Cut) -> None:
+        """Have the stream of a cell go on from a cut."""
 
     # -- endings --------------------------------------------------------------------------------
 

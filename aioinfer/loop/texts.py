@@ -10,13 +10,18 @@ from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, RequestErr
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.scheduling.faults import end_with
 from aioinfer.scheduling.sequence import ParkedFor, SequenceState
+from aioinfer.text.output import OutputText
+from aioinfer.text.reader import AnswerReader
 from aioinfer.text.stop import TooSlow
+from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
+    from aioinfer.params import SamplingParams
     from aioinfer.scheduling.queues import RequestQueues
     from aioinfer.scheduling.sequence import Sequence
+    from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Texts"]
+__all__ = ["Texts", "output_text"]
 
 _FINISHED = SequenceState.FINISHED
 #: tokens without text beyond which nothing is computed for a request
@@ -195,6 +200,20 @@ class Texts:
                 self._queues.unpark(sequence, ParkedFor.TEXT)
             except Exception as error:
                 self.end(sequence, error)
+
+
+def output_text(
+    tokenizer: Tokenizer | None, prompt_ids: abc.Sequence[int], params: SamplingParams
+) -> OutputText:
+    """The text of a new output."""
+    if tokenizer is None:
+        return OutputText(None)
+    detokenizer = tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+    answer = None
+    if params.stop_format is not None:
+        answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, tokenizer))
+    stops = params.stop, params.include_stop, params.stop_regex
+    return OutputText(detokenizer, *stops, answer, params.min_tokens)
 
 
 def _step_failed(cause: BaseException) -> EngineError:

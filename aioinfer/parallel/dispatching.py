@@ -53,6 +53,7 @@ from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.parallel.sending import OnLoss, Sending
 from aioinfer.parallel.weights import ReplicaWeights
 from aioinfer.params import SamplingParams
+from aioinfer.request import Output
 from aioinfer.resuming.record import StreamCheckpoint
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ class Dispatching(Sending):
         self._keys += 1
         self._arrivals += not request.queue_behind
         record.place = (self._arrivals + request.queue_behind, self._keys)
+        if prepared.resumption is not None and prepared.resumption.queued is not None:
+            record.place = prepared.resumption.queued
         seed = request.params.seed if checkpoint is None else checkpoint.seed
         if seed is None:
             seed = self._seeds.getrandbits(63)
@@ -126,6 +129,20 @@ class Dispatching(Sending):
         if checkpoint is not None:
             record.begin(checkpoint)
         self._enqueue(record)
+
+    def _share(self, cell: StreamCell) -> None:
+        """The replica that has the prefix shares it when its prompt is computed, or when it ends."""
+
+    def _place(self, record: Record) -> tuple[int, int]:
+        return record.place
+
+    def _swap(self, record: Record, output: Output) -> None:
+        self._abort(record, None)
+        self.queue.remove(record)
+        self.handovers.drop(record)
+        record.cell.cancel_timer()
+        record.rewritten(output)
+        self._limit(record)
 
     @property
     def queued(self) -> tuple[int, int]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from aioinfer.cache.namespace import Namespace
 from aioinfer.cells import StreamCell
 from aioinfer.loop.holding import Prefix
+from aioinfer.loop.opened import OpenRequest
 from aioinfer.loop.resumption import take
-from aioinfer.loop.service import OpenRequest
 from aioinfer.parallel.roles import Role
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
+from aioinfer.request import Output, Request
 from aioinfer.resuming.record import StreamCheckpoint
 
 if TYPE_CHECKING:
@@ -121,6 +121,12 @@ class Record(OpenRequest):
             checkpoint.delivered_tokens,
             checkpoint.delivered_characters,
         )
+
+    def rewritten(self, output: Output) -> None:
+        """Go on with another output, which nothing was lost of."""
+        self.output = self.cell.output = output
+        self.characters, self.losses, self.lost_length, self.lost_at = 0, [], -1, None
+        self.stored, self.near, self.handed_over = 0, "", False
 
     def time_left(self, now: float) -> tuple[float | None, float | None]:
         """Seconds until the first step, and from there on."""

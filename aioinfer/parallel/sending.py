@@ -17,8 +17,9 @@ from aioinfer.errors import (
     StepFailed,
 )
 from aioinfer.loop.checks import Checks
+from aioinfer.loop.going_on import GoingOn
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.service import EngineState, Service
+from aioinfer.loop.service import EngineState
 from aioinfer.parallel.adapters import ReplicaAdapters
 from aioinfer.parallel.placing import Placement, Placing, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
@@ -40,7 +41,7 @@ OnLoss = Literal["identical", "continue", "fail"]
 _MOST_SENT = 32
 
 
-class Sending(Service[Record], ReplicaEvents):
+class Sending(GoingOn[Record], ReplicaEvents):
     """The way of a record from the queue to a replica."""
 
     def __init__(

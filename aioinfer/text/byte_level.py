@@ -113,6 +113,17 @@ class ByteLevelDetokenizer:
             self._of_prompt = False
         return new
 
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """As if all of these had been pushed, in a time that does not depend on their number: behind whole
+        characters nothing is held."""
+        texts, at = self._table.texts, len(token_ids)
+        while at and not (0 <= token_ids[at - 1] < len(texts) and texts[token_ids[at - 1]]):
+            at -= 1
+        if at:
+            self._held, self._of_prompt, self.texts = b"", False, texts
+        for token_id in token_ids[at:]:
+            self.push(token_id)
+
     def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
         tokens = b"".join(map(self._table.bytes_of, token_ids))
         if apart:

@@ -122,6 +122,15 @@ class OutputText:
             self.texts = self._table.texts
         return self._release(text) if text else None
 
+    def skip(self, token_ids: Sequence[int]) -> bool:
+        """Go on as if these had been pushed to this text, which is new, but without their text, and at once.
+        False, and nothing is changed, where all of them have to be pushed for that."""
+        if self._table is None:
+            return self._detokenizer is None
+        self._table.skip(token_ids)
+        self.texts = self._table.texts
+        return True
+
     def finish(self) -> str | None:
         """End of the output: release the held text. Idempotent. Raises TooSlow.
 
