@@ -266,6 +266,7 @@ class Core:
             grammar=prepared.grammar,
             steering=prepared.steering,
             cursor=make_cursor,
+            prompt_key=None if resumption is None else resumption.prompt_key,
         )
         sequence.consumer = cell
         if params.diffusion is not None and params.diffusion.draft:

@@ -63,19 +63,20 @@ class _Branch:
     read: tuple[int, int] | None = None
     #: its place in the queue; None: a new one
     queued: tuple[int, int] | None = None
+    #: its prompt as a key of the prefix cache, if somebody has that
+    prompt_key: bytes | None = None
 
     def resumption(self, text: OutputText, shown: int, info: DeviceInfo) -> Resumption:
         """``text``: of all tokens. ``shown``: characters of it that came with those that are kept."""
-        tokens, characters = self.read or (self.kept, shown)
-        checkpoint = replace(
-            self.checkpoint,
-            delivered_tokens=min(tokens, self.kept),
-            delivered_characters=min(characters, shown),
-        )
-        released, read = text.text, checkpoint.delivered_characters
+        checkpoint, (tokens, read) = self.checkpoint, self.read or (self.kept, shown)
+        tokens, read = min(tokens, self.kept), min(read, shown)
+        if (tokens, read) != (checkpoint.delivered_tokens, checkpoint.delivered_characters):
+            checkpoint = replace(checkpoint, delivered_tokens=tokens, delivered_characters=read)
+        released = text.text
         text.pieces[:] = [piece for piece in (released[:read], released[read:]) if piece]
         same = checkpoint.numerics == info.numerics and info.deterministic
-        return Resumption(checkpoint, text, checkpoint.identical and same, self.queued)
+        identical = checkpoint.identical and same
+        return Resumption(checkpoint, text, identical, self.queued, self.prompt_key)
 
 
 class GoingOn(Service[_Opened]):
@@ -99,19 +100,21 @@ class GoingOn(Service[_Opened]):
         given: dict[str, Any] = {**output.request.options(), "request_id": None, "queue_behind": 0, **options}
         for name in _LIMITS:
             given[name] = getattr(output.request, name) if given[name] is None else given[name]
-        behind, text = given.pop("queue_behind"), self._text_of(output, len(kept.token_ids), begun.params)
-        self._share(cell)
+        behind, count = given.pop("queue_behind"), len(kept.token_ids)
+        text = self._text_of(output, count, begun.params)
+        key, characters = self._share(cell), len(text or "")
         streams: list[Stream] = []
         try:
             for number in range(n):
-                own = begun.params.for_choice(number)
-                if params is None or params.seed is None:
-                    seed = (output.seed + 1 + number) % _SEED_LIMIT
-                    own = own if own.seed is None else own.changed(seed=seed)
-                else:
-                    assert own.seed is not None
-                    seed = own.seed
-                branch = _Branch(replace(begun, params=own, seed=seed), len(kept.token_ids), then, cut)
+                own, seed = begun.params, (output.seed + 1 + number) % _SEED_LIMIT
+                if params is not None and params.seed is not None:
+                    seed = (params.seed + number) % _SEED_LIMIT if number else params.seed
+                if own.seed is not None:
+                    own = own.changed(seed=seed)
+                checkpoint = replace(
+                    begun, params=own, seed=seed, delivered_tokens=count, delivered_characters=characters
+                )
+                branch = _Branch(checkpoint, count, then, cut, prompt_key=key)
                 request = Request(params=own, queue_behind=behind + number, **given)
                 child = StreamCell(Output(request, self.clock()))
                 self._begin_branch(child, branch, self._at_once(branch, text))
@@ -161,8 +164,9 @@ class GoingOn(Service[_Opened]):
     # -- what computes the requests -------------------------------------------------------------
 
     @abstractmethod
-    def _share(self, cell: StreamCell) -> None:
-        """Let others have the pages of a request now, if it holds some."""
+    def _share(self, cell: StreamCell) -> bytes | None:
+        """Let others have the pages of a request now, if it holds some; returns its prompt as a key of the
+        prefix cache, if it is known."""
 
     @abstractmethod
     def _place(self, opened: _Opened) -> tuple[int, int]:
@@ -275,6 +279,8 @@ class GoingOn(Service[_Opened]):
             return None
         if known - at > _NEAR or at > last or output.text_behind:
             return None
+        if at == known and not output.finished:
+            return output.text
         behind = output_text(self.tokenizer, output.prompt_ids, params)
         if not behind.skip(output.token_ids[:at]):
             return None
@@ -292,7 +298,8 @@ class GoingOn(Service[_Opened]):
         if text is None or isinstance(then, str) or params.worked_out or not self.replays:
             return None
         new = output_text(self.tokenizer, ids, params)
-        new.skip(checkpoint.token_ids[: branch.kept])
+        if not new.skip(checkpoint.token_ids[: branch.kept]):
+            return None
         new.pieces.append(text)
         for token in then:
             new.push(token)

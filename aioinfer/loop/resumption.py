@@ -46,6 +46,8 @@ class Resumption:
     identical: bool
     #: the place in the queue that it keeps; None: a new one
     queued: tuple[int, int] | None = None
+    #: its prompt as a key of the prefix cache, if that is known
+    prompt_key: bytes | None = None
 
     @classmethod
     def prepare(cls, checkpoint: StreamCheckpoint, text: OutputText, info: DeviceInfo) -> Resumption:

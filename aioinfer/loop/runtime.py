@@ -154,10 +154,12 @@ class Runtime(GoingOn[_Open]):
         self.core.abort(opened.sequence, error)
         self.driver.wake()
 
-    def _share(self, cell: StreamCell) -> None:
+    def _share(self, cell: StreamCell) -> bytes | None:
         opened = self.open.get(cell)
-        if opened is not None and opened.sequence is not None:
-            self.core.commit(opened.sequence)
+        if opened is None or opened.sequence is None:
+            return None
+        self.core.commit(opened.sequence)
+        return opened.sequence.token_key(0, len(cell.output.prompt_ids))
 
     def _place(self, opened: _Open) -> tuple[int, int]:
         assert opened.sequence is not None

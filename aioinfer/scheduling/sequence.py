@@ -116,6 +116,7 @@ class Sequence:
         grammar: GrammarState | None = None,
         steering: SteeringState | None = None,
         cursor: MakeCursor | None = None,
+        prompt_key: bytes | None = None,
     ) -> None:
         """``output`` has the prompt, the seed, and what was generated before, if it is resumed.
 
@@ -154,7 +155,7 @@ class Sequence:
         self.drafting: Drafting | None = None
         #: hidden states that are wanted, as far as they are computed; None: none are
         self.pooled = None if request.pooling is None else Pooled(request.pooling)
-        self._prompt_key: bytes | None = None
+        self._prompt_key = prompt_key
 
         lengths = len(self.prompt_ids), self.output_ids, max_length
         scored = None if self.params.prompt_logprobs is None else output.prompt_logprobs
