@@ -198,7 +198,7 @@ class GoingOn(Service[_Opened]):
         known = len(output.token_times)
         stopped = output.ended and output.finish_reason == "stop"
         at: Any = plain(cut.at)
-        if at is None:
+        if at is None and cut.at_name == "at":
             at = known - stopped
             if cut.iterated:
                 at = min(at, cell.taken_ids)
