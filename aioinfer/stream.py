@@ -174,13 +174,13 @@ class Stream(Awaited[Result]):
     def inject(self, text_or_ids: str | Sequence[int], *, at: int | None = None) -> None:
         """Go on in this stream as if the model had written this behind ``at`` tokens; what it had computed
         beyond them is dropped. Arguments and errors are those of :meth:`fork`, with ``inject`` for ``then``.
-        Does not wait; while text is tokenized, nothing else can be cut. Place in the queue, deadlines and
-        seed remain. Streams of a dispatcher can only be forked."""
+        Place in the queue, deadlines and seed remain. Does not wait: where something has to be worked out,
+        the next cut has to wait for :meth:`accepted`."""
         self._rewrite(Cut(at, self._iterated, text_or_ids, then_name="inject"))
 
     def rewind(self, to: int) -> None:
-        """The same with nothing behind the first ``to`` tokens: they are computed on, with the same noise.
-        The reader gets what follows them, or follows what it has, if that is less."""
+        """The same with nothing behind the first ``to`` tokens. With the same noise, the same follows. The
+        reader gets what follows these tokens, or those that it has, if they are fewer."""
         self._rewrite(Cut(to, self._iterated, at_name="to", then_name=""))
 
     def _rewrite(self, cut: Cut) -> None:
