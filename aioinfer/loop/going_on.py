@@ -332,12 +332,14 @@ class GoingOn(Service[_Opened]):
 
     def _resumed(self, prepared: Prepared, branch: _Branch, text: OutputText, shown: int) -> Prepared:
         """With the output, and with what has a state that follows from it. Raises InvalidRequest."""
-        ids, grammar = branch.checkpoint.token_ids, prepared.grammar
+        ids, grammar, steering = branch.checkpoint.token_ids, prepared.grammar, prepared.steering
         if grammar is not None and ids:
             name = branch.cut.then_name
             grammar = replay(grammar, ids, lambda at: (name if at >= branch.kept else "grammar", ""))
+        if steering is not None:
+            steering = steering.restarted(ids)
         resumption = branch.resumption(text, shown, self.info)
-        return prepared._replace(grammar=grammar, resumption=resumption)
+        return prepared._replace(grammar=grammar, steering=steering, resumption=resumption)
 
     # -- queueing -------------------------------------------------------------------------------
 

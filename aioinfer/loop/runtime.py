@@ -169,6 +169,7 @@ class Runtime(GoingOn[_Open]):
         sequence, adapter = opened.sequence, opened.adapter
         assert sequence is not None
         self._abort(opened, None)
+        self.answers.drop(sequence)
         # A step in flight that fails reports it, and not to the reader of the other output.
         sequence.consumer = StreamCell(sequence.output)
         output.weight_version = self.core.weight_version
