@@ -501,6 +501,73 @@ async def test_a_rewound_request_does_not_wait_for_the_update_that_waits_for_it(
         await settle(engine)
 
 
+# -- logits processors ---------------------------------------------------------------------------------
+
+
+class Counting:
+    """Forces the number of output tokens, modulo 50, at every third one, which it must have seen."""
+
+    def __init__(self, seen: Sequence[int] = ()) -> None:
+        self.seen = [*seen]
+
+    def accept(self, token: int) -> None:
+        self.seen.append(token)
+
+    def copy(self) -> Counting:
+        return Counting(self.seen)
+
+    def __call__(self, ids: Any, logits: Any) -> list[int] | None:
+        assert ids.tolist() == [*PROMPT, *self.seen]
+        return [len(self.seen) % 50 + 1] if len(self.seen) % 3 == 0 else None
+
+
+async def test_processors_with_a_state_are_forked_with_it(make_engine: MakeEngine) -> None:
+    async with make_engine(num_pages=128) as engine:
+        stream = engine.generate(PROMPT, LONG.changed(logits_processors=(Counting(),)))
+        await read(stream, 10)
+        forks = [*stream.fork(2, at=7, then=[60]), *stream.fork(at=0)]
+        results = [await each for each in forks]
+        stream.inject([61], at=4)
+        results.append(await stream)
+        assert [each.token_ids[7] for each in results[:2]] == [60, 60]
+        for result in results:
+            forced = result.token_ids[::3]
+            assert forced == [number % 50 + 1 for number in range(0, 40, 3)]
+        await settle(engine)
+
+
+async def test_a_stream_forks_and_is_rewound_while_its_coroutine_waits(make_engine: MakeEngine) -> None:
+    asked: list[tuple[list[int], asyncio.Future[list[int] | None]]] = []
+
+    async def hook(ids: Any, logits: Any) -> list[int] | None:
+        answer: asyncio.Future[list[int] | None] = asyncio.get_running_loop().create_future()
+        asked.append((ids.tolist()[len(PROMPT) :], answer))
+        return await answer
+
+    async def question(output: list[int]) -> asyncio.Future[list[int] | None]:
+        while not (asked and asked[-1][0] == output):
+            await asyncio.sleep(0)
+        return asked[-1][1]
+
+    async with make_engine(num_pages=128) as engine:
+        stream = engine.generate(PROMPT, GREEDY.changed(logits_processors=(hook,), max_tokens=4))
+        (await question([])).set_result([5, 6])
+        parents = await question([5, 6])
+        (fork,) = stream.fork(at=2, then=[7])
+        (await question([5, 6, 7])).set_result([8])
+        assert (await fork).token_ids == [5, 6, 7, 8]
+        stream.rewind(1)
+        again = await question([5])
+        assert parents.cancelled()
+        again.set_result([9, 9])
+        other = await question([5, 9, 9])
+        stream.inject([10], at=2)
+        (await question([5, 9, 10])).set_result([11])
+        assert (await stream).token_ids == [5, 9, 10, 11]
+        assert other.cancelled()
+        await settle(engine)
+
+
 # -- refusals ------------------------------------------------------------------------------------------
 
 
