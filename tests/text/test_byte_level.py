@@ -205,6 +205,42 @@ def test_vocabularies_with_gaps_and_without_single_bytes_have_exact_tables() -> 
     assert [detokenizer.push(token) for token in (0, 1, 2)] == ["", "日", "a"]
 
 
+PARTS = [
+    b"a",
+    b"\xe6\x97\xa5",
+    b"\xe6",
+    b"\x97",
+    b"\xa5",
+    b"\xed\xa0",
+    b"\x80",
+    b"\xf0\x9f",
+    b"",
+    b"\x97b",
+    b"\xff",
+]
+
+
+@given(
+    st.lists(st.integers(0, len(PARTS) - 1), max_size=8),
+    st.lists(st.integers(0, len(PARTS) - 1), max_size=12),
+    st.integers(0, 12),
+)
+@settings(max_examples=scaled(2000, 200))
+def test_what_is_skipped_leaves_the_state_of_what_is_pushed(
+    prompt: list[int], ids: list[int], at: int
+) -> None:
+    table = TokenTexts.of(PARTS)
+    pushed, skipped = ByteLevelDetokenizer(table, prompt), ByteLevelDetokenizer(table, prompt)
+    for token in ids[:at]:
+        pushed.push(token)
+    skipped.skip(ids[:at])
+    assert skipped.texts is pushed.texts
+    assert skipped.peek([]) == pushed.peek([])
+    for token in ids[at:]:
+        assert skipped.push(token) == pushed.push(token)
+    assert skipped.finish() == pushed.finish()
+
+
 # -- of a model -------------------------------------------------------------------------------------------
 
 
