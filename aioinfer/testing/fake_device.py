@@ -99,8 +99,18 @@ class FakeDevice:
         self._scripts[output] = script
 
     def _script(self, row: Row) -> Script:
-        """The script of a row's request; an empty one if the request has ended meanwhile."""
-        return self._scripts.get(row.sequence.output) or Script(b"", 0.0, 0.0, None)
+        """The script of a row's request; an empty one if the request has ended meanwhile. A fork, and a
+        stream that was rewound, go on with the newest one of their prompt, but not with its error."""
+        output = row.sequence.output
+        found = self._scripts.get(output)
+        if found is None and not output.finished:
+            ids = tuple(output.prompt_ids)
+            for other, script in reversed(self._scripts.items()):
+                if tuple(other.prompt_ids) == ids:
+                    found = Script(script.content, script.delay, script.pace, None)
+                    found.due, self._scripts[output] = script.due, found
+                    break
+        return found or Script(b"", 0.0, 0.0, None)
 
     def prepare_adapter(self, path: Path) -> PreparedAdapter:
         """Take any path: nothing is read."""

@@ -261,6 +261,24 @@ async def test_a_script_of_fewer_words_is_not_cut_and_endless_ones_end(text: str
         assert endless.finish_reason == "length"
 
 
+async def test_forks_and_rewound_streams_go_on_in_the_script() -> None:
+    async with FakeEngine({"a": Answer("one two three", pace=0.001), "b": "other"}) as engine:
+        stream = engine.generate("a")
+        text = ""
+        async for chunk in stream:
+            text += chunk.text
+            if len(text) >= 4:
+                break
+        assert (await engine.generate("b")).text == "other"
+        (fork,), (other,) = stream.fork(at=4), stream.fork(at=4, then="TWO")
+        assert (await fork).text == "one two three"
+        assert (await other).text == "one TWO three"
+        stream.rewind(2)
+        assert (await stream).text == "one two three"
+        stream.inject("ce upon", at=2)
+        assert (await stream).text == "once uponhree"
+
+
 async def test_an_engine_that_fails_has_failed() -> None:
     async with FakeEngine([Answer("half", error=errors.EngineFailed("gone")), "x"]) as engine:
         stream = engine.generate("a")

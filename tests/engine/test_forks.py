@@ -710,7 +710,7 @@ async def test_forks_that_are_cancelled_at_random(make_engine: MakeEngine, snaps
                     break
             stream.close()
 
-        total = scaled(2000, 150)
+        total = scaled(5000, 150)
         made = 0
         while made < total:
             seed = dice.randrange(1000)
