@@ -140,7 +140,7 @@ async def continue_all(
 
 
 def test_the_kinds_have_every_parameter() -> None:
-    there = {"max_tokens", "seed"}.union(*KINDS.values(), *DIFFUSION.values())
+    there = {"max_tokens", "seed", "logits_processors"}.union(*KINDS.values(), *DIFFUSION.values())
     assert there == {each.name for each in fields(SamplingParams)}
 
 
