@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
     from aioinfer.pooling import Pooling
     from aioinfer.resuming.record import StreamCheckpoint
+    from aioinfer.steering.steer import Steer
     from aioinfer.stream import Stream
     from aioinfer.text.tool_calls import ToolCallDelta
 
@@ -92,6 +93,7 @@ _HOME = {
     "Scores": "embeddings.scoring",
     "ServerConfig": "config",
     "Session": "client.sessions",
+    "Steer": "steering.steer",
     "StepFailed": "errors",
     "Stream": "stream",
     "StreamCheckpoint": "resuming.record",
@@ -141,6 +143,7 @@ __all__ = [
     "Scores",
     "ServerConfig",
     "Session",
+    "Steer",
     "StepFailed",
     "Stream",
     "StreamCheckpoint",

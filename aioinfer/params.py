@@ -14,7 +14,17 @@ from aioinfer.inputs import entries, keep_plain, plain
 from aioinfer.steering.processors import LogitsProcessor
 from aioinfer.text.grammar_spec import Grammar, Schema
 
-__all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
+__all__ = [
+    "BOUNDS",
+    "LONGEST_END",
+    "MOST",
+    "Bounds",
+    "DiffusionParams",
+    "Grammar",
+    "SamplingParams",
+    "Schema",
+    "inherited",
+]
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEED_LIMIT = 2**63
@@ -46,6 +56,8 @@ BOUNDS: Mapping[str, Bounds] = {
     "top_n_sigma": Bounds(0.0, 100.0),
     "seed": _whole(-_SEED_LIMIT, _SEED_LIMIT - 1),
     "max_tokens": _whole(0, 2**31 - 1),
+    "thinking_budget": _whole(0, 2**31 - 1),
+    "thinking_grace": _whole(0, 2**31 - 1),
     "min_tokens": _whole(0, 2**31 - 1),
     # Logits that are divided by less could overflow.
     "repetition_penalty": Bounds(0.01, 100.0),
@@ -67,6 +79,8 @@ BOUNDS: Mapping[str, Bounds] = {
 }
 #: logits processors of a request
 _MOST_PROCESSORS = 16
+#: characters of ``thinking_end``
+LONGEST_END = 1024
 #: entries of a list, and characters of each of its texts or ids of each of its lists, at most
 MOST: Mapping[str, tuple[int, int]] = {
     "stop": (16, 1024),
@@ -164,14 +178,19 @@ class SamplingParams:
         diffusion: how blocks are denoised; for diffusion models.
         logits_processors: functions that decide at each position how the output goes on, in this order:
             :mod:`aioinfer.steering.processors`. They are called in this process only.
+        thinking_budget: at this many tokens of thought, of all thoughts of the output together, the thought
+            is closed with the tag of the model's format of reasoning (``EngineConfig.reasoning_parser``); 0:
+            at once. ``None``: no limit.
+        thinking_grace: up to this many further tokens of thought, until one that ends a line or a sentence.
+        thinking_end: text that is written before the tag; with the tag in it, in its place.
         speculate: False: nothing is drafted for this request. The output is the same either way.
         prediction: text or token ids that the output is expected to be much like. It changes nothing but the
             speed: what agrees with it is generated several tokens at a time. What exceeds the context is cut.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
         stop_format: names of the formats of calls and of reasoning, in which ``stop`` and ``stop_regex`` are
-            not looked for, and what stands for the end of the prompt, each may be None; then the names of the
-            functions. Chats set it.
+            not looked for, and what stands for the end of the prompt, also for ``thinking_budget``, each may
+            be None; then the names of the functions. Chats set it.
     """
 
     temperature: float = _OpenFloat(1.0)
@@ -200,6 +219,9 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     diffusion: DiffusionParams | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    thinking_budget: int | None = None
+    thinking_grace: int = 0
+    thinking_end: str = ""
     speculate: bool = True
     prediction: str | Sequence[int] | None = None
     stop_format: Sequence[str | None] | None = None
@@ -224,6 +246,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
         object.__setattr__(self, "bad_words", _bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
+        if self.thinking_end != "":
+            _text("thinking_end", self.thinking_end, LONGEST_END)
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             if isinstance(self.grammar, str):
                 raise InvalidRequest("grammar", "must be a Grammar or a JSON schema, not text")
@@ -286,8 +310,10 @@ class SamplingParams:
 
     @property
     def worked_out(self) -> bool:
-        """A grammar, or a prediction in text, has to be worked out on a thread before the first token."""
-        return self.masked or (self.speculate and type(self.prediction) is str)
+        """A grammar, a prediction in text, or what closes a thought has to be worked out on a thread before
+        the first token."""
+        predicted = self.speculate and type(self.prediction) is str
+        return self.masked or predicted or self.thinking_budget is not None
 
     @property
     def structure(self) -> Grammar | None:

@@ -62,9 +62,11 @@ LAYERS: list[set[str]] = [
     {"model"},
     # what a caller gives: parameters and configuration
     {"params", "config", "pooling"},
+    # what a program decides at each position
+    {"steering"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
-    # config values from text, variables and files; what a program decides at each position
-    {"text", "cache", "native", "steering"},
+    # config values from text, variables and files
+    {"text", "cache", "native"},
     # where a model comes from, and how its files are read; copies and checks of a caller's data
     # pages of KV outside the device
     {"checkpoint", "inputs", "tiers"},

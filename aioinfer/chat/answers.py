@@ -155,7 +155,7 @@ class ChatFormat:
             answer = AnswerFormat(self.tools, reasoning, constrained, functions, shown, begins, json)
         if answer.reader().tags & self.special:
             params = replace(params, skip_special_tokens=False)
-        if params.stop or params.stop_regex:
+        if params.stop or params.stop_regex or (params.thinking_budget is not None and begins is not None):
             params = replace(params, stop_format=answer.names)
         return params, answer
 

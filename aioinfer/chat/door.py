@@ -40,6 +40,11 @@ def ask(
     parsed, kwargs, found = conversation(chat, messages, variables, tools, tool_choice, parallel_tool_calls)
     begins = chat.continued(parsed[-1]) if kwargs.get("continue_final_message") else None
     names = {"prompt": "messages", **names}
+    grammar = params.structure
+    within = grammar is None or grammar.kind in ("json_schema", "json_object")  # what is not has no thoughts
+    if variables.budget is not None and params.thinking_budget is None and within:
+        tokens, names["thinking_budget"] = variables.budget
+        params = params.changed(thinking_budget=tokens)
     try:
         params, answer = chat.apply(params, found, separate=separate, shown=shown, begins=begins)
     except InvalidRequest as refused:

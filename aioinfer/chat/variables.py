@@ -9,20 +9,34 @@ from aioinfer.chat.answers import ChatFormat
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.chat_template import UNREAD
 
-__all__ = ["Variables"]
+__all__ = ["EFFORTS", "Variables"]
 
 #: arguments of the tokenizer that are no variables of the template
 _RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
+#: tokens of thought by amount of thinking, for templates that do not read it; None: no limit. The numbers of
+#: Gemini's endpoint for OpenAI's clients, but for "minimal"
+EFFORTS: Mapping[str, int | None] = {
+    "minimal": 512,
+    "low": 1024,
+    "medium": 8192,
+    "high": 24576,
+    **dict.fromkeys(("xhigh", "max")),
+}
 #: what the tokenizer reads in the template's place
 _SWITCHES = ("add_generation_prompt", "continue_final_message")
 
 
 class Variables:
-    """The variables of a chat's template, and the fields that they come from."""
+    """The variables of a chat's template, and the fields that they come from.
+
+    Attributes:
+        budget: tokens of thought that fields of the dialect allow, and the field; None: they do not say.
+    """
 
     def __init__(self, chat: ChatFormat, given: Mapping[str, Any] | None = None) -> None:
         """``given``: ``chat_template_kwargs``."""
         self._chat = chat
+        self.budget: tuple[int, str] | None = None
         self._values = dict(given or {})
         self._fields = {name: f"chat_template_kwargs.{str(name)[:80]}" for name in self._values}
 
@@ -51,18 +65,26 @@ class Variables:
             raise InvalidRequest(field, UNREAD, code="unsupported_parameter")
 
     def effort(self, value: Any, field: str, *, wish: bool = False) -> Any:
-        """The amount of thinking, for a template that reads it; for others "none" switches thinking off,
-        and any other value is refused, or left out if it is a ``wish``. Returns what the model is told."""
+        """The amount of thinking, for a template that reads it. For others "none" switches thinking off, and
+        the words of ``EFFORTS`` limit a model that thinks, unless there is a budget already. What remains is
+        refused, or left out if it is a ``wish``. Returns what has an effect."""
         names = self._chat.template_names
         if names is None or "reasoning_effort" in names:
             self.put("reasoning_effort", value, field)
         elif value == "none":
             self.think(False, field)
+        elif self._chat.reasoning is not None and isinstance(value, str) and value in EFFORTS:
+            self.limit(EFFORTS[value], field)
         elif wish:
             return None
         else:
             self.put("reasoning_effort", value, field)
         return value
+
+    def limit(self, tokens: int | None, field: str) -> None:
+        """Set ``budget``, unless it is there already."""
+        if tokens is not None and self.budget is None:
+            self.budget = tokens, field
 
     def checked(self) -> dict[str, Any]:
         """The variables. Raises InvalidRequest for one that cannot be set, or that the template does not

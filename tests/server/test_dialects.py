@@ -10,11 +10,16 @@ import pytest
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import chat_request
+from aioinfer.chat.variables import EFFORTS
+from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
+from aioinfer.server.anthropic.parsing import parse_message
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.protocol import Served as Offer
+from aioinfer.server.responses.parsing import parse_response
+from aioinfer.server.responses.stored import StoredResponses
 from aioinfer.text.reasoning import Harmony, Qwen3
 from tests.server.calls import Http, http
 from tests.server.chats import add_tags
@@ -160,7 +165,9 @@ def test_what_cannot_be_is_refused_by_its_name(parse: Any) -> None:
         {"n_predict": -1, "max_tokens": 4},
         {"random_seed": 2, "seed": 1},
         {"repeat_penalty": 1.2},
-        {"thinking_token_budget": 5},
+        {"thinking_token_budget": -1},
+        {"thinking_token_budget": 5, "thinking_budget": 4},
+        {"thinking_end": "a" * 1025},
     ]
     for body in bodies:
         with pytest.raises(InvalidRequest) as refused:
@@ -209,7 +216,8 @@ def test_thinking_is_the_variable_of_the_template(variable: str) -> None:
             assert chat(format_, **fields).chat_template_kwargs == {variable: value}
     assert chat(format_, reasoning_effort="none").chat_template_kwargs == {variable: False}
     for fields in (
-        {"reasoning_effort": "high"},
+        {"reasoning_effort": "highest"},
+        {"reasoning_effort": ["high"]},
         {"think": True, "enable_thinking": False},
         {"think": True, "chat_template_kwargs": {variable: False}},
         {"think": "yes"},
@@ -230,6 +238,49 @@ def test_thinking_without_a_variable_is_refused_where_the_model_thinks() -> None
         assert caught.value.field == "enable_thinking"
     assert chat(does_not, thinking={"type": "disabled"}).chat_template_kwargs is None
     assert chat(thinks, reasoning_effort="none").chat_template_kwargs == {"reasoning_effort": "none"}
+
+
+def test_an_effort_that_no_template_reads_is_a_budget() -> None:
+    thinks = ChatFormat(reasoning=Qwen3, template_names=frozenset({"enable_thinking"}))
+    for effort, tokens in EFFORTS.items():
+        assert chat(thinks, reasoning_effort=effort).params.thinking_budget == tokens
+        call = chat(thinks, reasoning_effort=effort, thinking_token_budget=7)
+        assert call.params.thinking_budget == 7
+    low = chat(thinks, reasoning_effort="low")
+    assert low.chat_template_kwargs is None
+    assert low.names["thinking_budget"] == "reasoning_effort"
+    # There are no thoughts in the match of an expression, but in the answer before which JSON is required.
+    assert chat(thinks, reasoning_effort="low", guided_regex="a*").params.thinking_budget is None
+    assert chat(thinks, reasoning_effort="low", guided_json={}).params.thinking_budget == 1024
+    with pytest.raises(InvalidRequest, match="chat template"):
+        chat(ChatFormat(template_names=frozenset()), reasoning_effort="low")
+    reads = ChatFormat(reasoning=Harmony, template_names=frozenset({"reasoning_effort"}))
+    assert chat(reads, reasoning_effort="low").params.thinking_budget is None
+
+
+def test_the_budgets_of_other_protocols() -> None:
+    format_ = ChatFormat(reasoning=Qwen3, template_names=frozenset({"enable_thinking"}))
+    served = Offer("toy", SamplingParams(), format_, stored=StoredResponses(ServerConfig()))
+
+    def message(**fields: Any) -> Call:
+        return parse_message(json.dumps({"messages": USER, "max_tokens": 9, **fields}).encode(), served)
+
+    def response(**fields: Any) -> Call:
+        return parse_response(json.dumps({"input": "a", **fields}).encode(), served)
+
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    call = message(thinking=enabled)
+    assert (call.params.thinking_budget, call.params.max_tokens) == (1024, 9)
+    assert call.names["thinking_budget"] == "thinking.budget_tokens"
+    effort = {"output_config": {"effort": "low"}}
+    assert message(thinking={**enabled, "budget_tokens": 3}, **effort).params.thinking_budget == 3
+    assert message(thinking={"type": "adaptive"}, **effort).params.thinking_budget == 1024
+    assert message(thinking={"type": "disabled", "budget_tokens": 3}).params.thinking_budget is None
+    assert message(thinking=enabled, thinking_token_budget=4).params.thinking_budget == 4
+    call = response(reasoning={"effort": "medium"})
+    assert (call.params.thinking_budget, call.repeated["reasoning"]["effort"]) == (8192, "medium")
+    assert response(thinking_token_budget=4).params.thinking_budget == 4
+    assert response().params.thinking_budget is None
 
 
 def test_where_the_answer_to_a_continued_message_begins() -> None:

@@ -36,7 +36,7 @@ SERVED = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names
 
 #: fields that could change an answer
 NOT_IN_CHATS = (
-    *("guided_whitespace_pattern", "reasoning_effort", "thinking_token_budget", "chat_template", "documents"),
+    *("guided_whitespace_pattern", "reasoning_effort", "chat_template", "documents"),
     *("best_of", "lora_path", "length_penalty", "typical_p", "modalities", "return_hidden_states", "echo"),
     *("prompt_embeds", "no_repeat_ngram_size", "dry_multiplier", "min_length", "logits_processors", "store"),
     *("service_tier", "functions", "use_beam_search", "repeat_penalty", "stream_reasoning", "max_length"),
@@ -150,6 +150,10 @@ CHANGES: dict[str, Any] = {
     "random_seed": 1,
     "prediction": {"type": "content", "content": "An answer."},
     "speculate": False,
+    "thinking_budget": 5,
+    "thinking_token_budget": 5,
+    "thinking_grace": 5,
+    "thinking_end": "So.",
     "prompt_logprobs": 2,
     "logprob_start_len": 2,
     "return_token_ids": True,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from aioinfer.chat.bodies import CACHING, CLIENTS, NO, Items, Object, Refused, TextOr, field, tagged
 from aioinfer.chat.fields import NAME
 from aioinfer.errors import shown
-from aioinfer.server.openai.fields import Extensions, Model, TokenLimit
+from aioinfer.server.openai.fields import EFFORT_BUDGETS, Budget, Extensions, Model, TokenLimit
 
 __all__ = [
     "NO_THREADS",
@@ -177,7 +177,7 @@ class ToolChoice(Object):
     disable_parallel_tool_use: bool | None = field("true: one call at most")
 
 
-class Thinking(Object, harmless={"budget_tokens": "an aim, not a limit; `max_tokens` is the limit"}):
+class Thinking(Object):
     """The switch of thinking."""
 
     type: Literal["enabled", "disabled", "adaptive"] = field(
@@ -185,6 +185,7 @@ class Thinking(Object, harmless={"budget_tokens": "an aim, not a limit; `max_tok
         "where the model does otherwise; `adaptive` leaves it to the model",
         ...,
     )
+    budget_tokens: Budget | None = field("of type `enabled`: `thinking_budget` of `SamplingParams`")
     display: Literal["summarized", "updates", "omitted"] | None = field(
         "`omitted`: blocks of thinking come without their text; `summarized`, `updates`: with all of it"
     )
@@ -201,7 +202,8 @@ class OutputConfig(Object, refused={"task_budget": NO}):
     """The format of the answer, and how much the model thinks."""
 
     effort: _Effort | None = field(
-        "a wish: goes to the chat template as `reasoning_effort`, if that reads it"
+        "a wish: goes to the chat template as `reasoning_effort`, if that reads it, and else limits a model "
+        f"that thinks: {EFFORT_BUDGETS}, unless there are `budget_tokens`"
     )
     format: OutputFormat | None = field("of type `json_schema`")
 

@@ -51,6 +51,8 @@ def _call(body: MessagesBody, served: Served) -> Call:
     thinking, output = body.thinking, body.output_config
     if thinking is not None and thinking.type != "adaptive":
         variables.think(thinking.type == "enabled", "thinking.type", wish=True)
+        if thinking.type == "enabled":
+            variables.limit(thinking.budget_tokens, "thinking.budget_tokens")
     for effort, field in (*reversed(conversation.efforts), (output.effort, "output_config.effort")):
         if effort is not None:
             variables.effort(effort, field, wish=True)

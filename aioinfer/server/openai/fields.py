@@ -21,16 +21,19 @@ from aioinfer import plugins
 from aioinfer.chat.bodies import CLIENTS, NO, OFF, Items, Object, Refused, TextOr, admit, field, later
 from aioinfer.chat.fields import ChosenTool, GrammarFields, Message, StructuredOutputs, Tool
 from aioinfer.chat.tools import MAX_TOOLS
+from aioinfer.chat.variables import EFFORTS
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.params import BOUNDS, MOST, DiffusionParams, SamplingParams
+from aioinfer.params import BOUNDS, LONGEST_END, MOST, DiffusionParams, SamplingParams
 from aioinfer.request import MAX_LABEL
 
 __all__ = [
     "ALIASES",
+    "EFFORT_BUDGETS",
     "MAX_CHOICES",
     "MAX_TOKENS",
     "PARAMS",
     "VERBOSITIES",
+    "Budget",
     "ChatBody",
     "ChatTemplateFields",
     "CompletionBody",
@@ -46,6 +49,10 @@ __all__ = [
     "prompts",
 ]
 
+#: what the values of an effort are as ``thinking_budget``
+EFFORT_BUDGETS = "a `thinking_budget` of " + ", ".join(
+    f"{tokens:,} (`{effort}`)" for effort, tokens in EFFORTS.items() if tokens is not None
+)
 #: choices of one call: prompts x n
 MAX_CHOICES = 128
 #: values of ``verbosity``, which no chat template reads; clients send it with some models' names
@@ -72,6 +79,8 @@ def _number(name: str) -> Any:
 TokenId = Annotated[int, Field(ge=0, le=int(BOUNDS["token_id"].high))]
 #: an answer has a token at least; a completion may have none
 TokenLimit = Annotated[int, Field(ge=1, le=int(BOUNDS["max_tokens"].high))]
+#: tokens of thought
+Budget = Annotated[int, Field(ge=0, le=int(BOUNDS["thinking_budget"].high))]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=int(BOUNDS["logprobs"].high))]
 
@@ -181,6 +190,8 @@ _SAMPLING: Mapping[str, tuple[str, str]] = {
         "SGLang's name of the first token of the prompt that has a logprob; those before it have null",
     ),
     "speculate": ("speculate", "false: nothing is drafted; the answer is the same"),
+    **{name: (name, _AS) for name in ("thinking_budget", "thinking_grace", "thinking_end")},
+    "thinking_token_budget": ("thinking_budget", "vLLM's name of `thinking_budget`"),
 }
 _TOKENS: Mapping[str, tuple[str, str]] = {
     "max_tokens": ("max_tokens", _AS),
@@ -222,6 +233,8 @@ def _params(title: str, table: Mapping[str, tuple[str, str]], least: int = 1) ->
             kind = Annotated[Any, PlainValidator(_bias, json_schema_input_type=_LISTS[param] | None)]
         elif param == "max_tokens":
             kind = limit | None
+        elif param == "thinking_end":
+            kind = Annotated[str, Field(max_length=LONGEST_END)] | None
         elif param in _LISTS:
             kind = Annotated[Any, later(_LISTS[param])]
         else:
@@ -326,7 +339,7 @@ _REFUSED = {
     **dict.fromkeys(
         (
             *("web_search_options", "audio", "prompt_embeds", "input_embeds", "custom_logit_processor"),
-            *("lora_path", "thinking_token_budget", "samplers"),
+            *("lora_path", "samplers"),
         ),
         NO,
     ),
@@ -425,7 +438,8 @@ class ChatTemplateFields(Object):
     continue_final_message: bool | None = field("the answer continues the last message")
     documents: Any = field("goes to the chat template; refused if that does not read it")
     reasoning_effort: Any = field(
-        "goes to the chat template; refused if that does not read it. `none` may switch thinking off"
+        "goes to the chat template; if that does not read it, `none` may switch thinking off, and other "
+        f"values limit a model that thinks: {EFFORT_BUDGETS}; refused of others"
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from aioinfer.chat.bodies import CACHING, CLIENTS, NO, Items, Object, Refused, TextOr, field, later, tagged
 from aioinfer.chat.fields import NAME
 from aioinfer.errors import shown
-from aioinfer.server.openai.fields import VERBOSITIES, Extensions, TokenLimit
+from aioinfer.server.openai.fields import EFFORT_BUDGETS, VERBOSITIES, Extensions, TokenLimit
 
 __all__ = [
     "ITEMS",
@@ -219,8 +219,9 @@ class Reasoning(
     """The amount of thinking."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = field(
-        "a wish: goes to the chat template as `reasoning_effort`, if that reads it; `none` switches "
-        "thinking off, and is refused of a model that always thinks"
+        "a wish: goes to the chat template as `reasoning_effort`, if that reads it, and else limits a model "
+        f"that thinks: {EFFORT_BUDGETS}; `none` switches thinking off, and is refused of a model that always "
+        "thinks"
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
 __all__ = ["Answer", "Calls", "Found", "ReasoningParser"]
@@ -101,6 +102,29 @@ class ReasoningParser(ABC):
             return True
         # Templates close it at once where a variable switches thinking off.
         return False if end.endswith(cls.closing) else cls.opened
+
+    @classmethod
+    def begun(cls, text: str) -> bool | None:
+        """A thought begins at the end of a text that began outside thoughts; None: more of it decides."""
+        at = text.rfind(cls.opening)
+        if at < 0:
+            return False
+        header = f"{cls.header}\n" if cls.header else ""
+        rest = text[at + len(cls.opening) :]
+        return None if rest != header and header.startswith(rest) else True
+
+    @classmethod
+    def ended(cls, text: str) -> int:
+        """The place in a text that began within a thought where that ends; -1: it does not."""
+        return text.find(cls.closing)
+
+    @classmethod
+    def closing_in(cls, templates: Iterable[str]) -> str:
+        """The closing tag with the line breaks around it, as these chat templates write it."""
+        breaks = r"(?:\\n|\n)*"
+        literals = re.compile(rf"""(?<=['"]){breaks}{re.escape(cls.closing)}{breaks}(?=['"])""")
+        found = (each.replace(r"\n", "\n") for text in templates for each in literals.findall(text))
+        return max(found, key=len, default=cls.closing)
 
     @abstractmethod
     def push(self, text: str) -> None:

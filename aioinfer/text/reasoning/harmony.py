@@ -27,6 +27,7 @@ _CUT_OFF = regex.compile(r"\w*+\s*+<|to=")
 _TYPE = regex.compile(r"(?:<\|constrain\|>\s*+[\w./+-]*+)?+\s*+")
 _LONGEST_HEADER = 1024
 _TAGS = tags_of(*TAGS)
+_THOUGHT_ENDS = tags_of(*BEGINS, *ENDS)
 _ANY_TAG = regex.compile("|".join(map(regex.escape, TAGS)))
 _WITHIN = tuple(tag for tag in TAGS if tag not in ENDS)
 _REASONING, _CONTENT, _CALL, _OUTSIDE = range(4)
@@ -61,6 +62,18 @@ class Harmony(ReasoningParser):
     @classmethod
     def opened_by(cls, prompt_end: str) -> bool | None:
         return True if prompt_end.endswith(cls.opening) else None
+
+    @classmethod
+    def begun(cls, text: str) -> bool | None:
+        if not text.endswith(MESSAGE):
+            return False
+        match = _HEADER.search(text.rsplit(MESSAGE, 2)[-2] + MESSAGE)
+        return match is not None and cls._kind_of(match["channel"], match["recipient"]) == _REASONING
+
+    @classmethod
+    def ended(cls, text: str) -> int:
+        at, tag = _THOUGHT_ENDS.find(text)
+        return at if tag else -1
 
     def push(self, text: str) -> None:
         self._held += text
@@ -111,13 +124,18 @@ class Harmony(ReasoningParser):
 
     def _message(self, channel: str | None, recipient: str | None) -> None:
         self._leave()
+        self._kind = self._kind_of(channel, recipient)
+        if self._kind == _CALL:
+            self.into.call(f"{START}assistant to={recipient}{CHANNEL}commentary{MESSAGE}")
+        else:
+            self._apart |= self._written & {self._kind}
+
+    @staticmethod
+    def _kind_of(channel: str | None, recipient: str | None) -> int:
         itself = recipient == "assistant"
         if recipient not in harmony.USERS and not itself:
-            self._kind = _CALL
-            self.into.call(f"{START}assistant to={recipient}{CHANNEL}commentary{MESSAGE}")
-            return
-        self._kind = _REASONING if channel == "analysis" or (itself and channel != "final") else _CONTENT
-        self._apart |= self._written & {self._kind}
+            return _CALL
+        return _REASONING if channel == "analysis" or (itself and channel != "final") else _CONTENT
 
     def _leave(self) -> None:
         """End the message."""
