@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -192,5 +193,9 @@ def advance(rows: Sequence[SteeredRow], tokens: Sequence[int], forced: Mapping[i
         if row.at in forced:
             row.state.extend(forced[row.at])
             continue
-        # After the first draft that was wrong there are outcomes.
-        row.state.extend([each for each in tokens[row.at : row.at + 1 + len(row.drafts)] if each >= 0])
+        # Behind a row that sampled nothing, and a draft that was wrong, there are no tokens.
+        row.state.extend([*takewhile(_sampled, tokens[row.at : row.at + 1 + len(row.drafts)])])
+
+
+def _sampled(token: int) -> bool:
+    return token >= 0

@@ -15,6 +15,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import Prepared
+from aioinfer.loop.thinking import ready_processors
 from aioinfer.params import SamplingParams
 from aioinfer.steering.processors import waits
 from aioinfer.steering.state import SteeringState
@@ -62,15 +63,15 @@ class Preparing:
     def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]
     ) -> Prepared:
-        """Compile the grammar that masks the output, and tokenize what it is predicted to be; ``stop_ids``
-        end it.
+        """Compile the grammar that masks the output, and tokenize what it is predicted to be and what closes
+        its thoughts; ``stop_ids`` end it.
 
         Raises InvalidRequest, also if the extra for grammars is missing.
         """
         grammar = self._grammar(params, prompt_ids, stop_ids) if params.masked else None
-        steering = None
-        if params.logits_processors:
-            steering = SteeringState(params.logits_processors, prompt_ids)
+        ready = ready_processors(params, self._tokenizer, prompt_ids, self._config.reasoning_parser)
+        processors = (*ready, *params.logits_processors)
+        steering = SteeringState(processors, prompt_ids) if processors else None
         return Prepared(prompt_ids, grammar, self._prediction(params), steering=steering)
 
     def speculates(self, params: SamplingParams) -> bool:
