@@ -53,9 +53,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "schema": {"grammar": Grammar("json_schema", SCHEMA)},
     "pattern": {"grammar": Grammar("regex", "(yes|no), [a-z ]{12}")},
     "object": {"grammar": Grammar("json_object"), "logprobs": 0},
+    "thinking": {"thinking_budget": 4, "thinking_grace": 2, "thinking_end": "So."},
     "undrafted": {"speculate": False},
     "predicted": {"prediction": "What comes next is known, or nearly."},
 }
+#: outputs of such an engine begin with a thought
+THINKS = {"reasoning_parser": "deepseek-r1"}
 DIFFUSION: dict[str, dict[str, Any]] = {
     "low_confidence": {},
     "threshold": {"diffusion": DiffusionParams(threshold=0.3)},
@@ -140,6 +143,7 @@ async def continue_all(
 
 
 def test_the_kinds_have_every_parameter() -> None:
+    # functions are in no record
     there = {"max_tokens", "seed", "logits_processors"}.union(*KINDS.values(), *DIFFUSION.values())
     assert there == {each.name for each in fields(SamplingParams)}
 
@@ -162,10 +166,15 @@ async def test_every_cut_goes_on_as_if_nothing_had_happened(make_engine: MakeEng
         params = SamplingParams(seed=number, max_tokens=24, **chosen)
         asked.append(([rng.randrange(1, 64) for _ in range(rng.randint(1, 9))], params))
     async with (
-        make_engine(num_pages=512, overlap_steps=window, deterministic=True) as one,
+        make_engine(num_pages=512, overlap_steps=window, deterministic=True, **THINKS) as one,
         # So few pages that requests are retracted.
         make_engine(
-            page_size=8, num_pages=12, overlap_steps=2 - window, deterministic=True, prefix_cache=False
+            page_size=8,
+            num_pages=12,
+            overlap_steps=2 - window,
+            deterministic=True,
+            prefix_cache=False,
+            **THINKS,
         ) as other,
     ):
         assert await continue_all(one, other, asked, identical=True) > 100
@@ -429,7 +438,7 @@ async def test_every_cut_of_a_model_goes_on_to_the_bit(dtype: str) -> None:
         )
         for number, (task, kind) in enumerate(zip(sorted(TASKS) * 9, KINDS.values(), strict=False))
     ]
-    async with two("tiny-chat", dtype=dtype) as (one, other):
+    async with two("tiny-chat", dtype=dtype, **THINKS) as (one, other):
         assert await continue_all(one, other, asked, identical=True) > 100
 
 

@@ -23,7 +23,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_logits_processors import Counting, CountingLater, next_one, next_one_later
-from tests.engine.test_restoring import DIFFUSION, KINDS, same
+from tests.engine.test_restoring import DIFFUSION, KINDS, THINKS, same
 from tests.model.harness import require
 from tests.parallel.toys import Toy, attempt_of, lose_engine, record, virtual
 from tests.tiers import SECONDS, grid, rest
@@ -41,6 +41,7 @@ def toy(seed: int, **settings: Any) -> Engine:
         overlap_steps=(0, 2)[seed % 2],
         deterministic=True,
         max_running_requests=8,
+        **THINKS,
         **settings,
     )
 
@@ -331,7 +332,8 @@ def chat() -> tuple[list[dict[str, Any]], list[tuple[Any, SamplingParams]]]:
         (prompts[number % len(prompts)], SamplingParams(**{"seed": number, "max_tokens": 32, **kind}))
         for number, kind in enumerate(KINDS.values())
     ]
-    return [{"threads": 1, "page_size": 16}, {"threads": 2, "page_size": 32, "overlap_steps": 0}], asked
+    settings = {"threads": 2, "page_size": 32, "overlap_steps": 0, **THINKS}
+    return [{"threads": 1, "page_size": 16, **THINKS}, settings], asked
 
 
 def diffusion() -> tuple[list[dict[str, Any]], list[tuple[Any, SamplingParams]]]:
