@@ -86,7 +86,6 @@ class Answers:
                 _log.warning("%d logits processors go on though they were cancelled", len(left))
 
     async def _answer(self, sequence: ModelSequence, steering: SteeringState, question: Question) -> None:
-        version = sequence.output.weight_version
         try:
             forced = await self._decide(steering, question)
             if not (forced or np.isfinite(question.logits.max())):
@@ -101,8 +100,8 @@ class Answers:
             self._end(sequence, ProcessorFailed.because(error))
             return
         del self._tasks[sequence]
-        answer = None
-        if not forced and version == sequence.output.weight_version:
+        answer, state = None, sequence.steering
+        if not forced and state is not None and state.question is question:
             answer = Answer(len(question.ids), question.logits)
         try:
             self._core.answered(sequence, forced, answer)

@@ -109,10 +109,12 @@ class Preparing:
                 ends=stop_ids,
                 until=len(prompt_ids) + params.min_tokens,
             )
-        # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
-        # there must be more of them than those steps would have sampled. A recurrent state is void with these
-        # steps, too: without snapshots all would be computed again from the first token on.
-        forwards = self._config.fast_forward and params.logprobs is None and self._info.num_snapshots != 0
+        # Forced tokens are not sampled, so they have no logprobs, and no logits processor decides them. They
+        # also void the steps in flight, so there must be more of them than those steps would have sampled. A
+        # recurrent state is void with these steps, too: without snapshots all would be computed again from
+        # the first token on.
+        sampled = params.logprobs is not None or params.logits_processors
+        forwards = self._config.fast_forward and not sampled and self._info.num_snapshots != 0
         least_forced = (self._config.overlap_steps or 0) + 2 if forwards else 0
         suggests = self.speculates(params)
         if suggests and least_forced:

@@ -206,6 +206,8 @@ class Sequence:
             output.prompt_logprobs.clear()
             self.cursor.restart(0)
         self.take_version(version)
+        if self.steering is not None:
+            self.steering.forget()
         output.block = None
         if self.cursor.forget_draft():
             output.draft_version += 1

@@ -123,6 +123,10 @@ class SteeringState:
         """Leave the decision of this position to the loop."""
         self.question = Question(self.ids().copy(), logits.copy())
 
+    def forget(self) -> None:
+        """What was asked or answered is of no use: other weights compute the logits of this position."""
+        self.question = self.answer = None
+
     def _write(self, tokens: Sequence[int]) -> None:
         end = self._count + len(tokens)
         if end > len(self._ids):

@@ -14,6 +14,7 @@ import pytest
 
 from aioinfer import EngineConfig, InvalidRequest, ProcessorFailed, SamplingParams, errors
 from aioinfer.engine import Engine
+from aioinfer.params import Grammar
 from tests.engine.asking import SCHEMA, bundled_requests
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
@@ -153,6 +154,16 @@ async def test_outputs_are_what_the_processors_say(
     assert [each.token_id for each in logprobs] == results[2].token_ids
 
 
+async def test_tokens_that_a_grammar_forces_are_decided_as_others(make_engine: MakeEngine) -> None:
+    seen: list[int] = []
+    bound = Grammar("regex", f"[d-h]{'vwxyz' * 4}")
+    async with make_engine() as engine:
+        params = asked(lambda ids, logits: seen.append(len(ids)), grammar=bound, ignore_eos=False)
+        result = await engine.generate(PROMPT, params)
+    assert result.text[1:] == "vwxyz" * 4
+    assert seen == [len(PROMPT) + at for at in range(len(result.token_ids))]
+
+
 @pytest.mark.parametrize("processor", [nothing, next_one, Counting()])
 async def test_drafts_are_verified_behind_the_processors(make_engine: MakeEngine, processor: Any) -> None:
     params = asked(processor, max_tokens=40)
@@ -180,6 +191,29 @@ async def test_a_coroutine_keeps_no_other_row_waiting(make_engine: MakeEngine) -
         answered.set()
         assert (await late).token_ids == wanted(asked())
         await settle(engine)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_an_answer_to_logits_of_earlier_weights_is_not_used(make_engine: MakeEngine, when: str) -> None:
+    begun, answered = asyncio.Event(), asyncio.Event()
+
+    async def waiting(ids: Any, logits: Any) -> None:
+        begun.set()
+        await answered.wait()
+
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, asked(waiting))
+        await begun.wait()
+        await engine.pause()
+        if when == "before":
+            await engine.update_weights({"weights": 1})
+        answered.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if when == "after":
+            await engine.update_weights({"weights": 1})
+        engine.resume()
+        assert (await stream).token_ids == toy_generate(PROMPT, asked(), weights=1)
 
 
 async def test_a_coroutine_runs_in_the_context_of_its_caller(make_engine: MakeEngine) -> None:
