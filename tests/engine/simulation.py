@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from aioinfer import Chunk, StreamCheckpoint, errors
@@ -23,7 +24,17 @@ from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.holding import hold_and_commit, through_a_session
 from tests.engine.laws import LawChecker, watch
-from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt, with_store
+from tests.engine.processors import CALLER, Broken
+from tests.engine.worlds import (
+    VOCAB,
+    Claim,
+    Injected,
+    World,
+    make_world,
+    of_prompt,
+    with_processors,
+    with_store,
+)
 from tests.speculation.drafters import name_of
 from tests.toys import ToyTokenizer
 
@@ -35,10 +46,15 @@ class Eager(TransferRates):
         return True
 
 
+#: what readers do who wait for nothing
+_IMPATIENT = ("cancel", "timeout", "never", "drop")
+
+
 async def lifetime(world: World, number: int) -> None:
     """One request from arrival to whatever end the dice chose."""
     rng, engine = world.rng, world.engine
     await asyncio.sleep(rng.expovariate(1 / 0.02))
+    CALLER.set(number)
     params, pooling = world.params(rng), None
     if world.prefills is not None:
         params, pooling = world.prefills(params)
@@ -70,6 +86,10 @@ async def lifetime(world: World, number: int) -> None:
     adapter, key = (None, 0) if world.adapters is None else world.adapters.choose(engine)
     if params.max_tokens == 0 and behaviour == "restore":
         behaviour = "await"  # there is nothing to go on with
+    if world.steering is not None:
+        params = world.steering.choose(params, patient=behaviour not in _IMPATIENT)
+        if world.steering.dice.random() < 0.8:  # else few live to be steered
+            timeouts.clear()
     options = {**timeouts, **scheduling, "request_id": name_of(params)}
     in_turns = not as_text and pooling is None and adapter is None and engine.info.block_size is None
     try:
@@ -84,8 +104,16 @@ async def lifetime(world: World, number: int) -> None:
         world.counts["rejected"] += 1
         world.outcomes.append((number, "rejected"))
         return
+    reading = Reading(stream)
     try:
-        outcome = await _consume(world, stream, behaviour)
+        outcome = await _consume(world, reading, behaviour)
+    except (errors.ProcessorFailed, errors.ConstraintFailed) as error:
+        outcome = reading.failed(error)
+    except errors.InvalidRequest as error:
+        assert error.field == "checkpoint"
+        assert behaviour == "restore"
+        assert params.masked, "nothing else refuses what there is"
+        outcome = ("refused",)
     except errors.TimedOut as error:
         assert timeouts[f"{error.phase}_timeout"] is not None
         outcome = ("timed out", error.phase)
@@ -106,16 +134,45 @@ async def lifetime(world: World, number: int) -> None:
         outcome = ("replaced",)
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))
-    if outcome[0] in ("finished", "left"):
-        whole = behaviour == "await" or (pooling is not None and outcome[0] == "finished")
-        result = stream.result() if whole else None
-        tokens, answer, reason, versions = outcome[1:]
+    if outcome[0] in ("finished", "left", "failed"):
+        whole = behaviour == "await" or pooling is not None
+        result = stream.result() if whole and outcome[0] == "finished" else None
+        tokens, answer, reason, versions = outcome[1:5]
         claim = Claim(number, behaviour, ids, params, tokens, answer, reason, result, versions, key, pooling)
+        claim.failed = outcome[5] if outcome[0] == "failed" else None
         world.claims.append(claim)
 
 
-async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, ...]:
-    rng = world.rng
+@dataclass
+class Reading:
+    """What somebody has of a stream, which may be cut and go on as another one."""
+
+    stream: Stream
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    def so_far(self, outcome: str, reason: str | None = None) -> tuple[Any, ...]:
+        return outcome, self.ids, "".join(self.texts), reason, self.versions
+
+    def failed(self, error: errors.RequestError) -> tuple[Any, ...]:
+        """A processor or a grammar has ended it."""
+        output, what = self.stream.cell.output, "grammar"
+        if isinstance(error, errors.ProcessorFailed):
+            cause, what = error.__cause__, "processor"
+            ours = isinstance(cause, (Broken, asyncio.CancelledError)) or "finite maximum" in str(cause)
+            assert ours, repr(cause)
+        assert output.token_ids[: len(self.ids)] == self.ids
+        end = 0
+        for count, version in versions_of(output):  # a stream that was cut does not know those before
+            end += count
+            if end > len(self.ids):
+                note_version(self.versions, min(count, end - len(self.ids)), version)
+        return "failed", [*output.token_ids], "", None, self.versions, what
+
+
+async def _consume(world: World, reading: Reading, behaviour: str) -> tuple[Any, ...]:
+    rng, stream = world.rng, reading.stream
     if behaviour == "await":
         result = await stream
         metrics = result.metrics
@@ -130,7 +187,7 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
             assert result.identical is (len(versions) < 2 and not stream.cell.output.switches)
         return "finished", result.token_ids, result.text, result.finish_reason, versions
     if behaviour == "drop":
-        del stream
+        del stream, reading
         gc.collect(0)
         return ("dropped",)
     if behaviour == "never":
@@ -139,7 +196,7 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
         assert [chunk async for chunk in stream] == []
         return ("never read",)
     started = asyncio.Event()
-    reader = asyncio.ensure_future(_read(world, stream, behaviour, started))
+    reader = asyncio.ensure_future(_read(world, reading, behaviour, started))
     if behaviour == "cancel":
         await started.wait()
         await asyncio.sleep(rng.choice([0.0, 0.001, 0.01, 0.1]))
@@ -152,40 +209,35 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
     return await reader
 
 
-async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.Event) -> tuple[Any, ...]:
-    rng = world.rng
-    ids: list[int] = []
-    texts: list[str] = []
-    versions: list[tuple[int, int]] = []
+async def _read(world: World, reading: Reading, behaviour: str, started: asyncio.Event) -> tuple[Any, ...]:
+    rng, ids = world.rng, reading.ids
     reason: str | None = None
     limit = rng.randint(1, 4)
     chunks = 0
     started.set()
     try:
         async with asyncio.timeout(rng.uniform(0, 0.05) if behaviour == "timeout" else None):
-            async for chunk in _restored(world, stream, limit) if behaviour == "restore" else stream:
+            async for chunk in _restored(world, reading, limit) if behaviour == "restore" else reading.stream:
                 assert reason is None, "a chunk came after the last one"
                 assert chunk.text or chunk.token_ids or chunk.finish_reason or chunk.draft
                 ids += chunk.token_ids
-                note_version(versions, len(chunk.token_ids), chunk.weight_version)
+                note_version(reading.versions, len(chunk.token_ids), chunk.weight_version)
                 assert chunk.step_map is None or len(chunk.step_map) == len(chunk.token_ids)
                 assert chunk.draft is None or chunk.draft.start == len(ids)
-                texts.append(chunk.text)
+                reading.texts.append(chunk.text)
                 reason = chunk.finish_reason
                 chunks += 1
                 if behaviour == "slow":
                     await asyncio.sleep(rng.uniform(0, 0.05))
                 if behaviour in ("close", "break") and chunks == limit:
                     if behaviour == "close":
-                        await stream.aclose()
+                        await reading.stream.aclose()
                     break
     except TimeoutError as error:
         if isinstance(error, errors.TimedOut):
             raise
-        return "left", ids, "".join(texts), None, versions
-    if reason is None:
-        return "left", ids, "".join(texts), None, versions
-    return "finished", ids, "".join(texts), reason, versions
+        return reading.so_far("left")
+    return reading.so_far("left" if reason is None else "finished", reason)
 
 
 def note_version(versions: list[tuple[int, int]], count: int, version: int) -> None:
@@ -207,9 +259,10 @@ def versions_of(output: Output) -> list[tuple[int, int]]:
     return versions
 
 
-async def _restored(world: World, stream: Stream, limit: int) -> AsyncIterator[Chunk]:
+async def _restored(world: World, reading: Reading, limit: int) -> AsyncIterator[Chunk]:
     """The chunks of a stream that is cut now and then, and goes on from its checkpoint."""
     chunks = 0
+    stream = reading.stream
     while True:
         cut = False
         async for chunk in stream:
@@ -220,11 +273,13 @@ async def _restored(world: World, stream: Stream, limit: int) -> AsyncIterator[C
                 break
         if not cut:
             return
-        checkpoint = StreamCheckpoint.from_json(stream.checkpoint().to_json())
+        checkpoint = stream.checkpoint()
+        if not checkpoint.params.logits_processors:
+            checkpoint = StreamCheckpoint.from_json(checkpoint.to_json())
         stream.close()
         world.restored += 1
         try:
-            stream = world.engine.restore(checkpoint)
+            stream = reading.stream = world.engine.restore(checkpoint)
         except errors.InvalidRequest as error:
             assert error.field == "checkpoint"
             found = {(each.name, each.fingerprint) for each in world.engine.adapters()}
@@ -349,6 +404,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
         if world.adapters is not None:
             await world.adapters.settle(world.engine, world.device)
         await settle(world.engine)
+        assert world.steering is None or not world.steering.asking, "a coroutine goes on for nobody"
     await world.engine.aclose()
     return checker
 
@@ -397,33 +453,40 @@ def simulate(
 
 def main() -> None:
     """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes. With ``--diffusion``,
-    of a diffusion model; with ``--stores``, of engines that find most of what they forget in a store."""
+    of a diffusion model; with ``--stores``, of engines that find most of what they forget in a store; with
+    ``--steered``, of requests with logits processors."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lifetimes", type=int, default=100_000)
     parser.add_argument("--per-world", type=int, default=80)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--diffusion", action="store_true")
     parser.add_argument("--stores", action="store_true")
+    parser.add_argument("--steered", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     pages: Counter[str] = Counter()
+    steered: Counter[str] = Counter()
     worlds = -(-options.lifetimes // options.per_world)
     make: MakeWorld = make_block_world if options.diffusion else make_world
     if options.stores:
         make = with_store(make)
+    if options.steered:
+        make = with_processors(make)
     for seed in range(options.first_seed, options.first_seed + worlds):
         world, checker = simulate(seed, options.per_world, make=make)
         counts += world.counts
         totals += checker.totals()
         moved = world.engine._core.scheduler.memory.transfers
         pages.update(loaded=moved.arrived, missed=moved.failed, stored=moved.stored)
+        steered.update({} if world.steering is None else world.steering.counts)
     seconds = time.perf_counter() - started
     print(f"{counts.total()} lifetimes in {worlds} worlds, {seconds:.1f} s: every law held")
     print(dict(counts.most_common()))
     print(dict(totals.most_common()))
     print("pages:", dict(pages))
+    print("processors:", dict(steered))
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ from typing import Any
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.execution.device import StepOutOfMemory
-from aioinfer.outputs import Result
+from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import KINDS, Pooling
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher
 from tests.engine.adapting import Adapting
+from tests.engine.processors import Steering, Written, written
 from tests.engine.stores import FlakyStore
 from tests.speculation.drafters import KINDS as DRAFTERS
 from tests.speculation.drafters import Guesser
@@ -48,6 +49,8 @@ class Claim:
     adapter: int = 0
     #: of a request that only prefills
     pooling: Pooling | None = None
+    #: its processors or its grammar have ended it: "processor", "grammar"
+    failed: str | None = None
 
 
 @dataclass
@@ -78,6 +81,8 @@ class World:
     store: FlakyStore | None = None
     #: seconds between two flushes of the prefix cache besides those of the operator; None: there are none
     forgetting: float | None = None
+    #: what steers the streams; None: nothing does
+    steering: Steering | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -160,6 +165,8 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         step_time_target=random.Random(seed + 7).choice([0.0, 0.001, 0.02, 0.2]),
         prefix_cache=prefix_cache,
         share_prefix_tokens=rng.choice([0, 4, 8]),
+        # Processors that are late come back to the steps at once, or never.
+        grammar_patience=random.Random(seed + 10).choice([0.0, 1000.0]),
         **settings,
         **drafting,
         **random_switches(rng),
@@ -171,8 +178,9 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     def defer(row: Row) -> int | None:
         if dice.random() >= deferral_rate:
             return None
-        # What nobody samples has no logprob.
-        return 0 if row.sequence.params.logprobs is not None else dice.choice([0, 1, 2, 9])
+        # What nobody samples has no logprob, and nobody decides it.
+        params, free = row.sequence.params, dice.choice([0, 1, 2, 9])
+        return 0 if params.logprobs is not None or params.logits_processors or params.masked else free
 
     # Of its own dice, so that the others fall as they did before there were states.
     snapshots = random.Random(seed + 3).choice([*[None] * 6, 0, 1, 2, 3, 8, 100])
@@ -230,6 +238,21 @@ def with_store(make: Callable[..., World]) -> Callable[..., World]:
     return made
 
 
+def with_processors(make: Callable[..., World]) -> Callable[..., World]:
+    """The same worlds, in which most requests have logits processors."""
+
+    def made(seed: int, fault_rate: float, lose_at: int | None) -> World:
+        rng = random.Random(seed + 11)
+        world = make(seed, fault_rate * rng.choice([0.0, 0.2, 1.0]), lose_at)
+        world.steering = Steering(rng)
+        world.device.masks.patience = rng.choice([1000.0, 1000.0, 0.0])
+        if rng.random() < 0.5:
+            world.renewal = None
+        return world
+
+    return made
+
+
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
     """Settings of speculation, and a drafter in place of the config's in most engines."""
     drafter = Guesser(rng.choice(DRAFTERS), rng, VOCAB) if rng.random() < 0.8 else None
@@ -281,40 +304,64 @@ def of_prompt(params: SamplingParams) -> SamplingParams:
 
 def verify(world: World, claims: Sequence[Claim]) -> None:
     """Answers are those of the plainest toy."""
-    limit = world.engine.info.max_model_len
     for claim in claims:
         params = claim.params
-        assert params.seed is not None
-        ids: list[int] = []
-        for version in [each for _, each in claim.versions] or [0]:
-            begun = ids[: sum(count for count, before in claim.versions if before < version)]
-            ids = toy_generate(
-                *(claim.prompt, params),
-                seed=params.seed,
-                vocab_size=VOCAB,
-                max_length=limit,
-                adapter=claim.adapter,
-                weights=version,
-                begun=begun,
-            )
-        verify_ids(claim, ids)
-        result = claim.result
-        if result is None:
-            continue
-        start = len(result.prompt_token_ids)
-        for at, logprob in enumerate(result.logprobs or ()):
-            assert logprob == toy_logprob(start + at, result.token_ids[at])
-        for at, scored in enumerate((result.prompt_logprobs or ())[1:], 1):
-            wanted = toy_logprob(at, result.prompt_token_ids[at])
-            assert scored == (None if at < params.logprob_start_len else wanted)
-        if claim.pooling is not None:
-            assert (
-                result.pooled
-                == toy_pooled(
-                    *(claim.prompt, claim.pooling), adapter=claim.adapter, weights=result.weight_version
-                )
-            ).all()
-        assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
+        steered = params.logits_processors or params.masked
+        verify_claim(claim, expected(world, claim, _steered if steered else _plain))
+
+
+def expected(world: World, claim: Claim, generate: Callable[..., Written]) -> Written:
+    """What weights of all versions of a claim have written one after the other."""
+    found = Written([])
+    for version in [each for _, each in claim.versions] or [0]:
+        count = sum(count for count, before in claim.versions if before < version)
+        forced = {at for at in found.forced if at < count}
+        limit = world.engine.info.max_model_len
+        found = generate(claim, limit, weights=version, begun=found.ids[:count])
+        found.forced |= forced
+    return found
+
+
+def _plain(claim: Claim, limit: int, **rest: Any) -> Written:
+    seed = claim.params.seed
+    assert seed is not None
+    given = {"seed": seed, "vocab_size": VOCAB, "max_length": limit, "adapter": claim.adapter, **rest}
+    return Written(toy_generate(claim.prompt, claim.params, **given))
+
+
+def _steered(claim: Claim, limit: int, **rest: Any) -> Written:
+    return written(
+        claim.prompt, claim.params, vocab_size=VOCAB, limit=limit, adapter=claim.adapter, **rest
+    )
+
+
+def verify_claim(claim: Claim, found: Written) -> None:
+    params = claim.params
+    if claim.failed is not None:
+        ids, text, reason = ended(found.ids, params)
+        assert reason == "length", (claim, found)
+        assert (claim.failed, claim.ids) == (found.failed, ids), (claim, found)
+        return
+    if found.failed is not None and claim.reason is not None:
+        assert claim.reason != "length", (claim, found)
+    verify_ids(claim, found.ids)
+    result = claim.result
+    if result is None:
+        return
+    start = len(result.prompt_token_ids)
+    for at, logprob in enumerate(result.logprobs or ()):
+        token = result.token_ids[at]
+        certain = TokenLogprob(token, 0.0, ())
+        assert logprob == (certain if at in found.forced else toy_logprob(start + at, token)), claim
+    for at, scored in enumerate((result.prompt_logprobs or ())[1:], 1):
+        wanted = toy_logprob(at, result.prompt_token_ids[at])
+        assert scored == (None if at < params.logprob_start_len else wanted)
+    if claim.pooling is not None:
+        pooled = toy_pooled(
+            *(claim.prompt, claim.pooling), adapter=claim.adapter, weights=result.weight_version
+        )
+        assert (result.pooled == pooled).all()
+    assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
 
 
 def verify_ids(claim: Claim, ids: list[int]) -> None:

@@ -352,6 +352,8 @@ class ToyDevice:
         if tenant is None:
             raise TaintError(f"{row.sequence}: its slot was never admitted")
         if row.sequence.key in self._void:
+            if constraint is not None and not self._doomed_row(row):
+                constraint.check_void()
             return DEFERRED
         if self._doomed_row(row) and state % 4 < 2:
             return BAD_LOGITS if state % 4 else min(tenant.stop_ids, default=0)
@@ -359,6 +361,8 @@ class ToyDevice:
         if follow is not None:
             forced += _follow(row, state, tenant, follow, self.vocab_size)
             token = FORCED if follow else DEFERRED
+            if constraint is not None:
+                constraint.defer()
         elif constraint is None:
             token = self._next(row, state, tenant)
         else:
@@ -458,6 +462,16 @@ class _Constraint:
             return self._outcomes[0]
         at, self._next = self._next, self._next + 1
         return self._lines[at], None if self._masks is None else self._masks[at]
+
+    def check_void(self) -> None:
+        """The states of a row without an input know that."""
+        if not isinstance(found := self.next([]), int) or found != DEFERRED:
+            raise TaintError(f"{self._grammars} {self._steered}: a row without an input samples: {found}")
+
+    def defer(self) -> None:
+        """The row does not sample."""
+        for row in (*self._grammars, *self._steered):
+            row.state.unsampled = True
 
     def _begin(self, forced: list[int]) -> None:
         usable: dict[int, int] = {}
