@@ -330,15 +330,13 @@ def _plain(claim: Claim, limit: int, **rest: Any) -> Written:
 
 
 def _steered(claim: Claim, limit: int, **rest: Any) -> Written:
-    return written(
-        claim.prompt, claim.params, vocab_size=VOCAB, limit=limit, adapter=claim.adapter, **rest
-    )
+    return written(claim.prompt, claim.params, vocab_size=VOCAB, limit=limit, adapter=claim.adapter, **rest)
 
 
 def verify_claim(claim: Claim, found: Written) -> None:
     params = claim.params
     if claim.failed is not None:
-        ids, text, reason = ended(found.ids, params)
+        ids, _text, reason = ended(found.ids, params)
         assert reason == "length", (claim, found)
         assert (claim.failed, claim.ids) == (found.failed, ids), (claim, found)
         return

@@ -470,8 +470,10 @@ class _Constraint:
 
     def defer(self) -> None:
         """The row does not sample."""
-        for row in (*self._grammars, *self._steered):
-            row.state.unsampled = True
+        for bound in self._grammars:
+            bound.state.unsampled = True
+        for steered in self._steered:
+            steered.state.unsampled = True
 
     def _begin(self, forced: list[int]) -> None:
         usable: dict[int, int] = {}
