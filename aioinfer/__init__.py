@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from aioinfer.budget import TokenBudget
     from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
     from aioinfer.client.chats import ChatStream
     from aioinfer.client.disconnects import until_disconnected
@@ -99,6 +100,7 @@ _HOME = {
     "StreamCheckpoint": "resuming.record",
     "ThreadsafeEngine": "client.threadsafe",
     "TimedOut": "errors",
+    "TokenBudget": "budget",
     "ToolCallDelta": "text.tool_calls",
     "Usage": "outputs",
     "WrongLoop": "errors",
@@ -149,6 +151,7 @@ __all__ = [
     "StreamCheckpoint",
     "ThreadsafeEngine",
     "TimedOut",
+    "TokenBudget",
     "ToolCall",
     "ToolCallDelta",
     "Usage",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from aioinfer.budget import TokenBudget
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.inputs import keep_plain
 from aioinfer.outputs import Draft, FinishReason, RequestMetrics, Result, TokenLogprob, Usage
@@ -24,18 +25,20 @@ from aioinfer.params import SamplingParams
 from aioinfer.pooling import Pooling
 
 if TYPE_CHECKING:
+    import asyncio
+
     from aioinfer.diffusion.state import BlockState
 
-__all__ = ["MAX_LABEL", "JobOptions", "Output", "Request", "RequestOptions", "Switch", "check_timeout"]
+__all__ = ["MAX_LABEL", "SOON", "JobOptions", "Output", "Request", "RequestOptions", "SentOptions", "Switch",
+           "check_timeout"]  # fmt: skip
 
 #: characters of a label that a caller gives
 MAX_LABEL = 256
+#: seconds that are left when none are
+SOON = 1e-6
 
 
-class JobOptions(TypedDict, total=False):
-    """Keyword arguments of calls that make several requests: fields of :class:`Request`, which documents
-    them."""
-
+class _Options(TypedDict, total=False):
     priority: int
     cache_salt: str
     routing_key: str | None
@@ -44,6 +47,22 @@ class JobOptions(TypedDict, total=False):
     max_lag: int | None
     request_id: str | None
     adapter: str | None
+
+
+class SentOptions(_Options, total=False):
+    """Those that travel to other processes."""
+
+    deadline: float | None
+    queue_behind: int
+    pooling: Pooling | None
+
+
+class JobOptions(_Options, total=False):
+    """Keyword arguments of calls that make several requests: fields of :class:`Request`, which documents
+    them."""
+
+    deadline: float | asyncio.Timeout | None
+    budget: TokenBudget | None
 
 
 class RequestOptions(JobOptions, total=False):
@@ -69,6 +88,10 @@ class Request:
     #: seconds until the first step, and from there on; None for no limit
     waiting_timeout: float | None = None
     running_timeout: float | None = None
+    #: seconds from its arrival in which it should end, with the policy ``slack``; None: no hurry
+    deadline: float | None = None
+    #: output tokens that it shares with others; None: no such bound
+    budget: TokenBudget | None = None
     #: unread output tokens beyond which nothing more is computed until the consumer reads; None for no limit
     max_lag: int | None = None
     #: the caller's name for it, in results, errors and logs
@@ -84,6 +107,11 @@ class Request:
             raise InvalidRequest("pooling", f"must be a Pooling, got {shown(self.pooling)}")
         check_timeout("waiting_timeout", self.waiting_timeout)
         check_timeout("running_timeout", self.running_timeout)
+        check_timeout("deadline", self.deadline)
+        if not isinstance(self.budget, (TokenBudget, NoneType)):
+            raise InvalidRequest("budget", f"must be a TokenBudget, got {shown(self.budget)}")
+        if self.budget is not None and self.params.max_tokens == 0:
+            raise InvalidRequest("budget", "has no effect where nothing is generated")
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):
             raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {shown(self.max_lag)}")
         if type(self.priority) is not int or not -(2**31) <= self.priority < 2**31:
@@ -97,9 +125,10 @@ class Request:
             if value is not None and (type(value) is not str or len(value) > MAX_LABEL):
                 raise InvalidRequest(name, f"must be a string of at most {MAX_LABEL} characters")
 
-    def options(self) -> RequestOptions:
-        """All of it but ``params``."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "params"}  # type: ignore[return-value]
+    def options(self) -> SentOptions:
+        """All of it but ``params`` and ``budget``."""
+        names = [each.name for each in fields(self) if each.name not in ("params", "budget")]
+        return {name: getattr(self, name) for name in names}  # type: ignore[return-value]
 
     @property
     def first_scored(self) -> int:
@@ -237,6 +266,16 @@ class Output:
     def text(self) -> str:
         """The text released so far."""
         return "".join(self.pieces)
+
+    @property
+    def deadline(self) -> float | None:
+        """When it should have ended, on the scale of ``arrival``."""
+        seconds = self.request.deadline
+        return None if seconds is None else self.arrival + seconds
+
+    def deadline_left(self, now: float) -> float | None:
+        """Seconds until then."""
+        return None if self.deadline is None else max(SOON, self.deadline - now)
 
     @property
     def num_tokens(self) -> int:

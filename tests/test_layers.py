@@ -61,7 +61,7 @@ LAYERS: list[set[str]] = [
     # layers, weights and attention backends
     {"model"},
     # what a caller gives: parameters and configuration
-    {"params", "config", "pooling"},
+    {"params", "config", "pooling", "budget"},
     # what a program decides at each position
     {"steering"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels

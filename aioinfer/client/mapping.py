@@ -77,7 +77,7 @@ class _Row:
         if not isinstance(opened, (Stream, ChatStream)):
             return False
         output = opened.cell.output
-        return isinstance(output.error, Rejected) and not output.accepted
+        return isinstance(output.error, Rejected) and output.error.full and not output.accepted
 
 
 class ResultMap(AsyncIterator[_Item], Generic[_Item]):
@@ -242,7 +242,7 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
         try:
             opened = row.open(waiting)
         except Rejected as full:
-            if self._patient:
+            if self._patient and full.full:
                 self._stand_in_line()
                 self._await_room()
                 return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, 
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.pooling import Pooling
-from aioinfer.request import JobOptions, Request, RequestOptions
+from aioinfer.request import SOON, JobOptions, Request, RequestOptions
 from aioinfer.resuming.record import StreamCheckpoint, options_of
 from aioinfer.stream import Stream
 
@@ -122,6 +123,11 @@ class Requests(ABC):
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
             waiting_timeout: seconds until its first step; default from the config.
             running_timeout: seconds from its first step on; default from the config.
+            deadline: seconds from now in which it should end, or what ``asyncio.timeout`` returned. With the
+                policy ``slack`` it goes the sooner the less time it has to spare, and is refused if it would
+                come too late by what steps took so far. It ends no request: the timeouts do.
+            budget: output tokens that it shares with other requests. When these are used up, all that share
+                them end with the finish reason "length".
             priority: larger goes first, with the policy ``priority``.
             cache_salt: prefixes are shared only between requests with the same salt.
             routing_key: what the policy ``routing-key`` groups by.
@@ -140,7 +146,7 @@ class Requests(ABC):
         Raises:
             InvalidRequest: an argument is bad, or the prompt certainly too long (``code`` is then
                 "context_length_exceeded"). Errors that only tokenizing can find are raised by the stream.
-            Rejected: the queue is full.
+            Rejected: the queue is full, or it would miss its deadline.
             EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
         """
         serving = self._serving()
@@ -186,6 +192,7 @@ class Requests(ABC):
         for name in _CONFIGURED:
             if given.get(name) is None:
                 given[name] = getattr(self.config, name)
+        given["deadline"] = _seconds_left(given.get("deadline"))
         refuse_names("a request", given.keys() - _OPTIONS, "option")
         return Request(params=params, **given)
 
@@ -381,3 +388,11 @@ class Requests(ABC):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
         return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _seconds_left(deadline: float | asyncio.Timeout | None) -> float | None:
+    """A deadline as seconds from now; of what ``asyncio.timeout`` returned, until it cancels its block."""
+    if not isinstance(deadline, asyncio.Timeout):
+        return deadline
+    when = deadline.when()
+    return None if when is None else max(SOON, when - asyncio.get_running_loop().time())

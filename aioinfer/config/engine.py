@@ -209,7 +209,9 @@ class EngineConfig(Settings):
 
     #: A class is a policy of the application's own, a subclass of aioinfer.scheduling.policy.Policy.
     policy: str | type = option(
-        "fcfs", "scheduling", "queue order: fcfs, lpm, dfs-weight, lof, random, routing-key or priority"
+        "fcfs",
+        "scheduling",
+        "queue order: fcfs, lpm, dfs-weight, lof, priority, random, routing-key, slack",
     )
     preemption: bool = option(False, "scheduling", "the head of the queue may displace lower priorities")
     admission: Literal["fifo", "pack"] = option(

@@ -19,7 +19,7 @@ from aioinfer.cache.namespace import Namespace
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError, StepFailed, shown
+from aioinfer.errors import ConfigError, Rejected, StepFailed, shown
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop.checks import Checks
 from aioinfer.loop.generation import generation
@@ -236,8 +236,8 @@ class Core:
         cell: StreamCell | None = None,
         adapter: AdapterVersion | None = None,
     ) -> Sequence:
-        """Queue a request that was checked; ``cell``: of its consumer. Raises InvalidRequest, and StepFailed
-        if the queue's policy raises; nothing is changed then."""
+        """Queue a request that was checked; ``cell``: of its consumer. Raises InvalidRequest, Rejected,
+        and StepFailed if the queue's policy raises; nothing is changed then."""
         request, prompt_ids, resumption = output.request, prepared.prompt_ids, prepared.resumption
         params = request.params
         make_cursor = self._generation.cursor(params)
@@ -280,6 +280,8 @@ class Core:
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
             drafts = DraftRequest(prompt, prediction, output.label or "")
             sequence.drafting = Drafting(drafts, self._usual_rates)
+        if request.deadline is not None and not sequence.output_ids:
+            self._check_deadline(sequence)
         try:
             self.scheduler.submit(sequence)
         except PolicyFailed as cause:
@@ -313,6 +315,14 @@ class Core:
         except PolicyFailed as error:
             self.scheduler.faults.end((), error)
             self.ended += self._faults()
+
+    def _check_deadline(self, sequence: Sequence) -> None:
+        """Raise Rejected for a new request that would miss its deadline."""
+        late = self.scheduler.queues.waiting.late(sequence, self.clock())
+        if late > 0:
+            sequence.output.accepted = False
+            message = f"it would end {late:.3g} s after its deadline of {sequence.request.deadline:g} s"
+            raise Rejected(message, late, "deadline")
 
     def commit(self, sequence: Sequence) -> int:
         """Offer the resolved pages of a running request to others now, and not first when it ends; returns
@@ -376,7 +386,7 @@ class Core:
         or the logprobs of one request raise ends that request; after any other exception call
         :meth:`give_up`.
         """
-        now = self.clock()
+        now = self.scheduler.times.now = self.clock()
         # If some are behind, catch_up() is due in this turn of the loop anyway.
         searching = seconds is None or not self.texts.behind
         failed = self._record_pooled(step, result) if result.pooled else ()

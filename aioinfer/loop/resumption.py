@@ -269,6 +269,7 @@ def take(cell: StreamCell, info: DeviceInfo, at: int | None = None) -> StreamChe
         adapter=request.adapter,
         adapter_fingerprint=output.adapter_fingerprint,
         weight_version=output.version_at(count),
+        budget=request.budget,
     )
 
 

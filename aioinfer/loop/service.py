@@ -8,6 +8,7 @@ the abstract methods.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -367,7 +368,8 @@ class Service(Keeping, ABC, Generic[_Opened]):
 
     def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
         """A checkpoint of a request so far. Raises RuntimeError."""
-        return take(cell, self.info)
+        found = take(cell, self.info)
+        return dataclasses.replace(found, deadline=cell.output.deadline_left(self.clock()))
 
     @abstractmethod
     def fork(

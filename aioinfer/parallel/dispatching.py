@@ -102,6 +102,8 @@ class Dispatching(Sending):
 
     def _opened(self, cell: StreamCell, checkpoint: StreamCheckpoint | None) -> Record:
         request = cell.output.request
+        if request.budget is not None:
+            raise InvalidRequest("budget", "is counted in one engine: a dispatcher has none")
         self.adapters.check(request.adapter, checkpoint)
         if request.params.logits_processors and not all(
             isinstance(each, LocalReplica) for each in self.placing.replicas
@@ -240,7 +242,7 @@ class Dispatching(Sending):
     def _finish(self, attempt: Attempt, ending: Ending) -> None:
         record, error = attempt.record, ending.error
         self._leave(attempt)
-        full = isinstance(error, Rejected) and self.placing.full(attempt.replica)
+        full = isinstance(error, Rejected) and error.full and self.placing.full(attempt.replica)
         # What it asks for was replaced or unloaded on its way.
         if full or (isinstance(error, InvalidRequest) and not has_adapter(attempt.replica, record)):
             self._again(record)
@@ -295,11 +297,11 @@ class Dispatching(Sending):
 
     def _limit(self, record: Record) -> None:
         """Keep its deadline, which no replica does at the moment."""
-        waiting, running = record.time_left(self.clock())
+        left = record.time_left(self.clock())
         if record.output.admitted_at is None:
-            self._set_timer(record, "waiting", waiting)
+            self._set_timer(record, "waiting", left.waiting)
         else:
-            self._set_timer(record, "running", running)
+            self._set_timer(record, "running", left.running)
 
     def _leave(self, attempt: Attempt, *, abort: bool = False) -> None:
         attempt.ended = True

@@ -17,7 +17,7 @@ from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.exchange import Exchange, check_pages
 from aioinfer.parallel.holds import hold, warm
 from aioinfer.parallel.reading import Reading, request_of
-from aioinfer.parallel.record import Record
+from aioinfer.parallel.record import Record, TimeLeft
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState, Stored
 from aioinfer.parallel.rows import Rows
 from aioinfer.parallel.stats import counts_of
@@ -87,15 +87,9 @@ class LocalReplica(Replica):
 
     # -- attempts -------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        attempt: Attempt,
-        checkpoint: StreamCheckpoint | None,
-        waiting: float | None,
-        running: float | None,
-    ) -> None:
+    def submit(self, attempt: Attempt, checkpoint: StreamCheckpoint | None, left: TimeLeft) -> None:
         record = attempt.record
-        stream = self.engine.queue(record.output.prompt_ids, request_of(record, waiting, running), checkpoint)
+        stream = self.engine.queue(record.output.prompt_ids, request_of(record, left), checkpoint)
         reading = _Reading(self, attempt, stream, 0 if checkpoint is None else len(checkpoint.token_ids))
         attempt.handle = reading
         reading.begin(self._finished)

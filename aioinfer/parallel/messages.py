@@ -16,7 +16,7 @@ from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.rows import Rows, restored, sendable_part
 from aioinfer.parallel.sent_errors import sendable
-from aioinfer.request import Request, RequestOptions
+from aioinfer.request import Request, SentOptions
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
@@ -67,7 +67,7 @@ class Submit(Message, tag=2):
     number: int
     prompt_ids: list[_Token]
     params: dict[str, Any]
-    options: RequestOptions
+    options: SentOptions
     #: a :class:`StreamCheckpoint` as JSON
     checkpoint: str | None
     #: tokens of the output that its consumer has read, which counts with ``max_lag``

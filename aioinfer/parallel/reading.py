@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 from aioinfer.cells import Lane, when_ended
-from aioinfer.parallel.record import Record
+from aioinfer.parallel.record import Record, TimeLeft
 from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.request import Request
 from aioinfer.stream import Stream
@@ -16,13 +16,14 @@ from aioinfer.stream import Stream
 __all__ = ["Reading", "request_of"]
 
 
-def request_of(record: Record, waiting: float | None, running: float | None) -> Request:
-    """The request that an attempt at a record is queued with; ``waiting``, ``running``: seconds left."""
+def request_of(record: Record, left: TimeLeft) -> Request:
+    """The request that an attempt at a record is queued with."""
     return dataclasses.replace(
         record.request,
         params=record.params,
-        waiting_timeout=waiting,
-        running_timeout=running,
+        waiting_timeout=left.waiting,
+        running_timeout=left.running,
+        deadline=left.deadline,
         queue_behind=0,
         request_id=record.output.request_id,
     )

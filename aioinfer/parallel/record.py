@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.cells import StreamCell
@@ -14,17 +14,22 @@ from aioinfer.loop.opened import OpenRequest
 from aioinfer.loop.resumption import take
 from aioinfer.parallel.roles import Role
 from aioinfer.params import SamplingParams
-from aioinfer.request import Output, Request
+from aioinfer.request import SOON, Output, Request
 from aioinfer.resuming.record import StreamCheckpoint
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.parallel.rows import Ending
 
-__all__ = ["Record", "namespace_of"]
+__all__ = ["Record", "TimeLeft", "namespace_of"]
 
-#: seconds that are left when none are: the timer for it runs next
-_SOON = 1e-6
+
+class TimeLeft(NamedTuple):
+    """Seconds until the first step, from there on, and until the deadline. None: no limit."""
+
+    waiting: float | None
+    running: float | None
+    deadline: float | None
 
 
 def namespace_of(cache_salt: str, adapter: str | None) -> Namespace:
@@ -128,16 +133,16 @@ class Record(OpenRequest):
         self.characters, self.losses, self.lost_length, self.lost_at = 0, [], -1, None
         self.stored, self.near, self.handed_over = 0, "", False
 
-    def time_left(self, now: float) -> tuple[float | None, float | None]:
-        """Seconds until the first step, and from there on."""
+    def time_left(self, now: float) -> TimeLeft:
+        """What is left for an attempt that begins now."""
         request, output = self.request, self.output
         waiting, running = request.waiting_timeout, request.running_timeout
         if output.admitted_at is not None:
             waiting = None
-            running = None if running is None else max(_SOON, running - (now - output.admitted_at))
+            running = None if running is None else max(SOON, running - (now - output.admitted_at))
         elif waiting is not None:
-            waiting = max(_SOON, waiting - (now - output.arrival))
-        return waiting, running
+            waiting = max(SOON, waiting - (now - output.arrival))
+        return TimeLeft(waiting, running, output.deadline_left(now))
 
     def checkpoint(self, info: DeviceInfo, *, whole_blocks: bool) -> StreamCheckpoint:
         """From where another attempt goes on: from the end of the last of the ``whole_blocks`` of a diffusion

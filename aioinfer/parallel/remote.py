@@ -21,7 +21,7 @@ from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.holds import RemoteHolds
 from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import request_of
-from aioinfer.parallel.record import Record
+from aioinfer.parallel.record import Record, TimeLeft
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState, Stored
 from aioinfer.parallel.rows import Rows, check
 from aioinfer.parallel.stats import counts_of
@@ -144,13 +144,7 @@ class SocketReplica(Replica):
 
     # -- attempts ---------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        attempt: Attempt,
-        checkpoint: StreamCheckpoint | None,
-        waiting: float | None,
-        running: float | None,
-    ) -> None:
+    def submit(self, attempt: Attempt, checkpoint: StreamCheckpoint | None, left: TimeLeft) -> None:
         link, record = self._link, attempt.record
         if link is None or link.connection.closed:
             raise EngineFailed(f"the replica {self.name} is not connected")
@@ -158,7 +152,7 @@ class SocketReplica(Replica):
         order = messages.Submit.of(
             attempt.number,
             record.output.prompt_ids,
-            request_of(record, waiting, running),
+            request_of(record, left),
             checkpoint,
             read,
         )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import AdapterInfo, TokenLogprob
     from aioinfer.parallel.exchange import Exchange
-    from aioinfer.parallel.record import Record
+    from aioinfer.parallel.record import Record, TimeLeft
     from aioinfer.parallel.rows import Rows
     from aioinfer.resuming.record import StreamCheckpoint
 
@@ -216,15 +216,9 @@ class Replica(ABC):
         """Begin to report. Raises EngineError."""
 
     @abstractmethod
-    def submit(
-        self,
-        attempt: Attempt,
-        checkpoint: StreamCheckpoint | None,
-        waiting: float | None,
-        running: float | None,
-    ) -> None:
-        """Compute an attempt, from a checkpoint on or from the beginning; ``waiting`` and ``running``:
-        seconds that are left. Raises Rejected: not now; EngineError: it is lost; RequestError."""
+    def submit(self, attempt: Attempt, checkpoint: StreamCheckpoint | None, left: TimeLeft) -> None:
+        """Compute an attempt, from a checkpoint on or from the beginning. Raises
+        Rejected: not now; EngineError: it is lost; RequestError."""
 
     @abstractmethod
     def abort(self, attempt: Attempt) -> None:

@@ -116,7 +116,7 @@ class Sending(GoingOn[Record], ReplicaEvents):
         try:
             self._send(record, placement, wanted)
         except Rejected as error:
-            if not self.placing.full(replica):
+            if not (error.full and self.placing.full(replica)):
                 self.end(record, error)  # others fill it
         except (EngineFailed, EngineClosed) as error:
             self.lost(replica, error)
@@ -159,7 +159,7 @@ class Sending(GoingOn[Record], ReplicaEvents):
             checkpoint = record.checkpoint(self.info, whole_blocks=same)
         self.placing.place(attempt, placement)
         try:
-            placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))
+            placement.replica.submit(attempt, checkpoint, record.time_left(self.clock()))
         except BaseException:
             self.placing.ended(attempt)
             attempt.ended = True

@@ -67,7 +67,7 @@ class SentError(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
             case "ConstraintFailed":
                 error = errors.ConstraintFailed(self.fields, self.message)
             case "Rejected":
-                error = errors.Rejected(self.message, self.retry_after)
+                error = errors.Rejected(self.message, self.retry_after, self.code or "queue_full")
             case "TimedOut":
                 error = errors.TimedOut(self.phase, self.seconds)
             case kind:

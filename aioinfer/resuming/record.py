@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 import msgspec
 from msgspec import Meta
 
+from aioinfer.budget import TokenBudget
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown, why
 from aioinfer.outputs import TokenLogprob
@@ -65,9 +66,16 @@ class StreamCheckpoint:
     adapter_fingerprint: str = ""
     #: version of the weights that computed the last token: how often they had been replaced
     weight_version: int = 0
+    #: seconds of its deadline that were left
+    deadline: float | None = None
+    #: output tokens that it shares with others of this process; it has no JSON
+    budget: TokenBudget | None = None
 
     def to_json(self) -> str:
-        """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs."""
+        """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs. Raises
+        InvalidRequest: it has a ``budget``, which is an object of this process."""
+        if self.budget is not None:
+            raise InvalidRequest("budget", "is an object of this process: it cannot be stored")
         record: dict[str, Any] = {"version": VERSION}
         record |= {each.name: getattr(self, each.name) for each in fields(self)}
         record["params"] = record_of(self.params)
@@ -118,11 +126,13 @@ def options_of(checkpoint: StreamCheckpoint) -> RequestOptions:
         "routing_key": checkpoint.routing_key,
         "adapter": checkpoint.adapter,
         "request_id": checkpoint.request_id or None,
+        "deadline": checkpoint.deadline,
+        "budget": checkpoint.budget,
     }
 
 
 #: fields that records of earlier releases do not have: they are written where they say something
-_RECENT = ("adapter", "adapter_fingerprint", "weight_version")
+_RECENT = ("adapter", "adapter_fingerprint", "weight_version", "deadline", "budget")
 
 _Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -167,3 +177,4 @@ class _Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     adapter: str | None = None
     adapter_fingerprint: str = ""
     weight_version: _Count = 0
+    deadline: Annotated[float, Meta(gt=0)] | None = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from sortedcontainers import SortedDict
 
@@ -23,6 +23,9 @@ from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.step_time import StepTime
 
 __all__ = ["CacheAware", "Policy", "Ranked", "make_policy", "policy_class"]
 
@@ -76,6 +79,14 @@ class Policy:
         self._arrivals: SortedDict = SortedDict()
         #: rounds in which a cache-aware policy found too many waiting to sort them
         self.fallbacks = 0
+
+    def plan_with(self, times: StepTime, slots: int) -> None:
+        """Called once, with what steps take, as that is learned, and how many requests may run."""
+
+    def late(self, sequence: Sequence, now: float) -> float:
+        """Seconds by which a new request would miss its deadline, 0 if it would not or nothing is known: what
+        is late is refused."""
+        return 0.0
 
     @property
     def name(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
+from aioinfer.scheduling.budgets import Budgets
 from aioinfer.scheduling.faults import PlanFaults
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed, make_policy
@@ -44,6 +45,7 @@ class Scheduler:
         "_urgent",
         "_whole_prompts",
         "admitter",
+        "budgets",
         "cap",
         "config",
         "faults",
@@ -81,6 +83,8 @@ class Scheduler:
         #: how often the weights were replaced
         self.weight_version = 0
         self.times = StepTime(config.step_time_target or 0.0)
+        policy.plan_with(self.times, config.running_requests)
+        self.budgets = Budgets(self.queues)
         self._prefilled_last = False
         #: a request lost pages while the current step was planned
         self._short = False
@@ -99,6 +103,8 @@ class Scheduler:
         if not self.queues.has_unfinished:
             self.ratio.reset()  # the load that it was learnt from is gone
         self.queues.submit(sequence)
+        if sequence.request.budget is not None:
+            self.budgets.add(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state; True the first time."""
@@ -453,7 +459,8 @@ class Scheduler:
         """
         self.memory.resolved(step.id)
         self.cap.fitted()
-        return self.queues.batch.resolve(step, outcome, self.queues)
+        changed = self.queues.batch.resolve(step, outcome, self.queues)
+        return self.budgets.charge(changed) if self.budgets else changed
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         """A step raised: its requests start over, and go on one at a time until they have come further.

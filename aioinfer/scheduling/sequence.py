@@ -194,6 +194,11 @@ class Sequence:
         """Seconds of the engine's clock."""
         return self.output.arrival
 
+    @property
+    def deadline(self) -> float | None:
+        """On the same scale, when it should have ended."""
+        return self.output.deadline
+
     # -- weights --------------------------------------------------------------------------------
 
     def switch(self, version: int) -> None:
@@ -295,6 +300,8 @@ class Sequence:
         if self.drafting is not None:
             self.drafting.cut(len(self.output_ids) - count)
             self.count_predictions()
+        if self.request.budget is not None:
+            self.request.budget.left += len(self.output_ids) - count
         self.output.trim(count)
 
     def count_predictions(self) -> None:

@@ -31,6 +31,10 @@ _NEWEST = 0.3
 _MOST = 2.0
 #: share of a cost that is left at least after one step
 _LEAST = 0.5
+#: steps after which the costs are taken for measured
+_ENOUGH = 16
+#: share of the newest step in the mean of the prefill beside rows that generate
+_RECENT = 0.02
 #: least doubt about a cost, where 1 is that of one never measured
 _DOUBT = 0.05
 #: where decoding takes most of the target, prefill may take this share of decoding's time all the same
@@ -39,15 +43,31 @@ _PREFILL_SHARE = 0.5
 
 class StepTime:
     """Costs of steps, in seconds. ``target``: of a step with prefill while requests generate; 0: any time,
-    and nothing is learned."""
+    and nothing is learned unless ``learns`` is set."""
 
-    __slots__ = ("_costs", "_doubts", "_measured", "cut_seconds", "cut_steps", "target")
+    __slots__ = (
+        "_beside",
+        "_costs",
+        "_doubts",
+        "_steps",
+        "cut_seconds",
+        "cut_steps",
+        "learns",
+        "now",
+        "target",
+    )
 
     def __init__(self, target: float) -> None:
         self.target = target
+        self.learns = target > 0
+        #: the time, as whoever runs the steps said it last
+        self.now = 0.0
         self._costs = [_TOKEN * share for share in _SHARES]
         self._doubts = [1.0] * len(_SHARES)
-        self._measured = False
+        #: seconds of prefill in steps in which rows generate
+        self._beside = 0.0
+        #: steps that were measured
+        self._steps = 0
         #: steps whose prefill was cut, and seconds of them that were expected for other rows
         self.cut_steps, self.cut_seconds = 0, 0.0
 
@@ -57,19 +77,21 @@ class StepTime:
         The error goes to the costs by the squares of their parts in this step and by how little they were
         measured before: steps without prefill settle what the other rows cost, the others what prefill costs.
         """
-        if not self.target or step.multi_step is not None or not (seconds > 0 and isfinite(seconds)):
+        if not self.learns or step.multi_step is not None or not (seconds > 0 and isfinite(seconds)):
             return  # how many rounds a step had is not known
         sizes = *_generated(step.generating), *_prefilled(step.prefilling)
         parts = [cost * size for cost, size in zip(self._costs, sizes, strict=True)]
         expected = sum(parts)
-        if not self._measured:
-            self._measured = True
+        self._steps += 1
+        if self._steps == 1:
             self._costs = [cost * seconds / expected for cost in self._costs]
             return
+        if step.generating:
+            self._beside += _RECENT * (sum(parts[3:]) - self._beside)
         weights = [doubt * part * part for doubt, part in zip(self._doubts, parts, strict=True)]
         shares = [weight / sum(weights) for weight in weights]
         newest = _NEWEST
-        if step.prefilling:
+        if step.prefilling and self.target:
             newest = seconds / (seconds + (1 / _NEWEST - 1) * self.target)
         doubt = sum(share * each for share, each in zip(shares, self._doubts, strict=True))
         if doubt < newest:
@@ -85,6 +107,17 @@ class StepTime:
         """Seconds of a step without prefill; where none of its rows generates, with ``tokens`` that do."""
         sizes = _generated(generating) if generating else (1.0, tokens, 0.0)
         return sum(cost * size for cost, size in zip(self._costs, sizes, strict=False))
+
+    @property
+    def known(self) -> bool:
+        """The costs are those of enough steps that ran."""
+        return self._steps >= _ENOUGH
+
+    def generating(self, rows: float, positions: float) -> float:
+        """Seconds of a step whose ``rows`` generate and read so many positions together, and of the prefill
+        that such steps have had of late."""
+        base, row, context, *_ = self._costs
+        return base + row * rows + context * positions + self._beside
 
     def left(self, decoding: float) -> float:
         """Seconds for prefill in a step whose rows that generate take ``decoding``."""

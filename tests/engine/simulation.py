@@ -76,6 +76,8 @@ async def lifetime(world: World, number: int) -> None:
         "cache_salt": rng.choice(["", "", "", "tenant"]),
         "routing_key": rng.choice([None, "a", "b"]),
         "max_lag": rng.choice([None, None, None, 1, 3]),
+        # Of its own dice, so that the others fall as they did before there were deadlines.
+        "deadline": random.Random(number).choice([None, None, 0.02, 0.2, 5.0]),
     }
     behaviour = rng.choice(
         [

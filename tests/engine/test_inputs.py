@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from aioinfer import errors
+from aioinfer.budget import TokenBudget
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.inputs import PLAIN, freeze
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
@@ -80,13 +81,15 @@ VALUES: dict[type, dict[str, Any]] = {
         "queue_behind": 2,
         "waiting_timeout": 1.5,
         "running_timeout": 2,
+        "deadline": 2.5,
+        "budget": TokenBudget(7),
         "max_lag": 5,
         "pooling": Pooling("choices", (1, 2)),
         "adapter": "sql",
     },
 }
 CASES = [(cls, each.name) for cls in VALUES for each in fields(cls) if each.name != "params"]
-KEPT = PLAIN | {tuple, Grammar, DiffusionParams, Pooling, SamplingParams, Request}
+KEPT = PLAIN | {tuple, Grammar, DiffusionParams, Pooling, SamplingParams, Request, TokenBudget}
 
 
 def made(cls: Any, name: str, value: Any) -> Any:

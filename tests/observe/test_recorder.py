@@ -133,6 +133,7 @@ async def test_a_request_is_counted_once_in_everything_that_it_reached() -> None
         (InvalidRequest("prompt", "is bad"), "invalid"),
         (ConstraintFailed(["grammar"], "ends"), "constraint"),
         (Rejected("full"), "queue_full"),
+        (Rejected("late", 3.0, "deadline"), "deadline"),
         (StepFailed("raised"), "step_failed"),
         (OutOfMemory("twice"), "out_of_memory"),
         (EngineFailed("lost"), "engine_failed"),
@@ -384,9 +385,10 @@ def test_counts_are_conserved_through_random_lifetimes_and_faults(monkeypatch: p
         assert not opened.open, where
         assert sum(snapshot.finished.values()) == opened.ends, where
         assert snapshot.finished["abort"] == sum(snapshot.aborts.values()), where
-        assert snapshot.rejections == opened.rejections + snapshot.aborts["queue_full"], where
+        later = snapshot.aborts["queue_full"] + snapshot.aborts["deadline"]
+        assert snapshot.rejections == opened.rejections + later, where
         # Turns that are the past of a session are no lifetimes.
-        assert snapshot.aborts["queue_full"] >= world.counts["rejected later"], where
+        assert later >= world.counts["rejected later"], where
         assert world.device.lost or opened.rejections >= world.counts["rejected"], where
         stats, seen = snapshot.stats, snapshot.histograms
         assert seen["output_tokens"].total == stats.output_tokens, where

@@ -188,7 +188,9 @@ PASSES = 5
 def favoured(desk: Desk, policy: str) -> None:
     """A request that the policy prefers to the victim, as far as it may."""
     cached = [7] * 8 if policy in ("lpm", "dfs-weight") else []
-    desk.submit([*cached, desk._key], 3 if policy != "lof" else 30, priority=1, routing_key="hot")
+    deadline = 1e6 if policy == "slack" else None
+    output = 3 if policy != "lof" else 30
+    desk.submit([*cached, desk._key], output, priority=1, routing_key="hot", deadline=deadline)
 
 
 def rounds_of_others(desk: Desk, victim: Sequence, most: int) -> int:

@@ -254,7 +254,14 @@ def filled(policy: str, count: int) -> tuple[Queue, list[Sequence]]:
     queue.cache([1, 2, 3, 4])
     prompts = [[1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4]]
     return queue, [
-        queue.add(key, prompts[key % 4], 1 + key % 5, routing_key="ab"[key % 2], priority=key % 3)
+        queue.add(
+            key,
+            prompts[key % 4],
+            1 + key % 5,
+            routing_key="ab"[key % 2],
+            priority=key % 3,
+            deadline=None if key % 3 else 40.0 - key,
+        )
         for key in range(1, count + 1)
     ]
 

@@ -137,6 +137,7 @@ _VALUES: Mapping[str, _Make] = {
     "tool_use_id": _one_of("1"),
     "waiting_timeout": _one_of(60, 0),
     "running_timeout": _one_of(60, 0),
+    "deadline": _one_of(60, 0),
     "role": _one_of("user", "user", "assistant", "system", "cat"),
     "arguments": _one_of("{}", "{", '{"a": 1}'),
 }

@@ -162,6 +162,7 @@ CHANGES: dict[str, Any] = {
     "truncate_prompt_tokens": 3,
     "waiting_timeout": 1,
     "running_timeout": 1,
+    "deadline": 1,
     "max_lag": 1,
     "include_stop_str_in_output": True,
     "n": 2,

@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from aioinfer.scheduling.policies.slack import Slack
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from tests.server.calls import http
 from tests.server.chats import tool
@@ -137,3 +139,22 @@ async def test_no_value_of_any_field_is_a_fault(serving: Serving) -> None:
                     reply = await served.post(path, body.encode())
                     assert reply.status in (200, 400, 404), (field, reply.text[:300])
                     assert len(reply.text) < 2000, field
+
+
+class Late(Slack):
+    """Refuses all that has a deadline."""
+
+    def late(self, sequence: Sequence, now: float) -> float:
+        return 0.0 if sequence.deadline is None else 7.4
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}], ids=str)
+async def test_what_would_miss_its_deadline_is_429_with_retry_after(
+    serving: Serving, more: dict[str, Any]
+) -> None:
+    async with serving(policy=Late) as served:
+        asked = {"prompt": "a", "max_tokens": 3, **more}
+        reply = await served.post(COMPLETIONS, {**asked, "deadline": 3})
+        assert (reply.status, reply.headers["Retry-After"]) == (429, "7")
+        assert reply.error["code"] == "deadline"
+        assert (await served.post(COMPLETIONS, asked)).status == 200

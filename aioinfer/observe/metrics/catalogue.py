@@ -171,7 +171,7 @@ _COUNTERS = (
     Value(
         "aioinfer_rejections",
         "counter",
-        "Requests that were refused because the queue was full.",
+        "Requests that were refused: the queue was full, or a deadline too near.",
         lambda snapshot: snapshot.rejections,
     ),
     _counter("retractions", "Requests that lost their pages and queued again."),

@@ -53,7 +53,7 @@ _CAUSES: dict[type[BaseException], str] = {
 }
 _CLOSED, _OTHER = "closed", "other"
 #: every value of the label ``cause``
-CAUSES = (*_CAUSES.values(), "waiting_timeout", "running_timeout", _OTHER)
+CAUSES = (*_CAUSES.values(), "deadline", "waiting_timeout", "running_timeout", _OTHER)
 
 #: times of tokens whose gaps are counted in one turn of the loop, in some 0.1 ms
 _TIMES_PER_TURN = 2048
@@ -65,6 +65,8 @@ def cause_of(error: BaseException | None) -> str:
         return _CLOSED
     if isinstance(error, TimedOut):
         return "running_timeout" if error.phase == "running" else "waiting_timeout"
+    if isinstance(error, Rejected):
+        return _CAUSES[Rejected] if error.full else "deadline"
     return next((cause for kind, cause in _CAUSES.items() if isinstance(error, kind)), _OTHER)
 
 

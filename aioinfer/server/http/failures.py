@@ -85,7 +85,7 @@ def as_failure(error: BaseException) -> Failure:
             return Failure(400, "invalid_request_error", str(error), param=param, code="constraint_failed")
         case errors.Rejected():
             headers = {"Retry-After": str(max(1, round(error.retry_after)))}
-            return Failure(429, "rate_limit_error", str(error), code="queue_full", headers=headers)
+            return Failure(429, "rate_limit_error", str(error), code=error.code, headers=headers)
         case errors.TimedOut():
             return Failure(504, "timeout_error", str(error), code=f"{error.phase}_timeout", headers=_NO_RETRY)
         case errors.EngineClosed() | errors.EngineFailed():

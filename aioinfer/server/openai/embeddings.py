@@ -57,6 +57,7 @@ class _Scheduled(Object, harmless={"user": CLIENTS}):
     routing_key: Label | None = field("see scheduling")
     waiting_timeout: Seconds | None = field("seconds until the first step; at most the server's own")
     running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")
+    deadline: Seconds | None = field("seconds in which it should end; see scheduling")
 
 
 class EmbeddingBody(_Scheduled, refused={"messages": Refused((), "use input")}):

@@ -22,7 +22,7 @@ from aioinfer.chat.variables import Variables
 from aioinfer.engine import Prompt
 from aioinfer.errors import EngineClosed, InvalidRequest, renamed, renamed_field, shown
 from aioinfer.params import SamplingParams
-from aioinfer.request import RequestOptions
+from aioinfer.request import SentOptions
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
 from aioinfer.server.openai.fields import (
@@ -60,7 +60,7 @@ __all__ = [
 
 _LONGEST_INTEGER = 64
 #: options of a request that are fields of a body under their own names
-OPTIONS = tuple(RequestOptions.__annotations__.keys() - {"adapter", "pooling", "queue_behind", "request_id"})
+OPTIONS = tuple(SentOptions.__annotations__.keys() - {"adapter", "pooling", "queue_behind", "request_id"})
 _ObjectT = TypeVar("_ObjectT", bound=Object)
 
 
