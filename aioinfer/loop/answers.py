@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioinfer.errors import EngineError, ProcessorFailed, RequestError, StepFailed
+from aioinfer.loop.core import complete_logprobs
+from aioinfer.scheduling.sequence import ParkedFor
 from aioinfer.steering.processors import waits
 from aioinfer.steering.state import Answer, Question, SteeringState, checked
 
@@ -104,15 +106,35 @@ class Answers:
         if not forced and state is not None and state.question is question:
             answer = Answer(len(question.ids), question.logits)
         try:
-            self._core.answered(sequence, forced, answer)
-            if forced:
-                self._updated(sequence)
+            self._settle(sequence, forced, answer)
         except Exception as error:
             _log.error("%s could not go on", sequence, exc_info=error)
             failed = StepFailed(f"the request could not go on: {error}")
             failed.__cause__ = error
             self._end(sequence, failed)
         self._wake()
+
+    def _settle(self, sequence: ModelSequence, forced: Sequence[int], answer: Answer | None) -> None:
+        """Go on with these tokens, or with one that is sampled from the logits of ``answer``; without both,
+        the processors are asked again. Raises PolicyFailed."""
+        queues, steering = self._core.scheduler.queues, sequence.steering
+        assert steering is not None
+        steering.question, steering.answer = None, answer
+        if forced:
+            steering.extend(forced)
+            computed = sequence.known
+            ended = next((reason for token in forced if (reason := sequence.append(token)) is not None), None)
+            queues.rewind(sequence, min(computed, sequence.known - 1))
+            if ended is not None:
+                queues.finish(sequence, ended)
+            if sequence.params.logprobs is not None:
+                complete_logprobs(sequence)
+            if sequence.grammar is not None:
+                sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
+            self._core.texts.advanced(sequence, self._core.clock())
+        queues.unpark(sequence, ParkedFor.ANSWER)
+        if forced:
+            self._updated(sequence)
 
     async def _decide(self, steering: SteeringState, question: Question) -> list[int]:
         """What the processors force; they change the logits of the question in place."""

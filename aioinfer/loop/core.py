@@ -42,7 +42,6 @@ from aioinfer.scheduling.step import Row, Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
-from aioinfer.steering.state import Answer
 
 if TYPE_CHECKING:
     from aioinfer.cells import StreamCell
@@ -292,30 +291,6 @@ class Core:
             self.scheduler.queues.park(sequence, ParkedFor.UPDATE)
         return sequence
 
-    def answered(self, sequence: Sequence, forced: abc.Sequence[int], answer: Answer | None) -> None:
-        """The logits processors of a request that waits for them have decided: these tokens come next, or one
-        is sampled from the logits of ``answer``; without both, they are asked again."""
-        queues, steering = self.scheduler.queues, sequence.steering
-        assert steering is not None
-        steering.question, steering.answer = None, answer
-        if forced:
-            steering.extend(forced)
-            computed = sequence.known
-            ended = next((reason for token in forced if (reason := sequence.append(token)) is not None), None)
-            queues.rewind(sequence, min(computed, sequence.known - 1))
-            if ended is not None:
-                queues.finish(sequence, ended)
-            if sequence.params.logprobs is not None:
-                _complete_logprobs(sequence)
-            if sequence.grammar is not None:
-                sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
-            self.texts.advanced(sequence, self.clock())
-        try:
-            queues.unpark(sequence, ParkedFor.ANSWER)
-        except PolicyFailed as error:
-            self.scheduler.faults.end((), error)
-            self.ended += self._faults()
-
     def _check_deadline(self, sequence: Sequence) -> None:
         """Raise Rejected for a new request that would miss its deadline."""
         late = self.scheduler.queues.waiting.late(sequence, self.clock())
@@ -485,7 +460,7 @@ class Core:
             missing = len(sequence.output_ids) - len(sequence.output.logprobs)
             if missing > 0:
                 sequence.output.logprobs += result.logprobs.get(index, ())[:missing]
-                _complete_logprobs(sequence)
+                complete_logprobs(sequence)
         for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
             if row.scores is None or self._behind_failure(step, row):
@@ -502,7 +477,7 @@ class Core:
         return ended
 
 
-def _complete_logprobs(sequence: Sequence) -> None:
+def complete_logprobs(sequence: Sequence) -> None:
     """Tokens that were not sampled were certain."""
     logprobs, ids = sequence.output.logprobs, sequence.output_ids
     logprobs += [TokenLogprob(token, 0.0, ()) for token in ids[len(logprobs) :]]
