@@ -20,7 +20,7 @@ from aioinfer.pooling import Pooling
 from aioinfer.stream import Stream
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
-from tests.engine.test_restoring import KINDS, same
+from tests.engine.test_restoring import KINDS, THINKS, same
 from tests.tiers import SECONDS, grid, rest, scaled
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
@@ -114,6 +114,7 @@ async def test_a_fork_is_the_request_restored_from_the_same_ids(
 ) -> None:
     dice, count = random.Random(window), 0
     settings = {"num_pages": 512, "deterministic": True, "tokenizer": lambda: ToyTokenizer(looks_up=looks_up)}
+    settings |= THINKS
     async with (
         make_engine(overlap_steps=window, **settings) as one,
         make_engine(page_size=8, overlap_steps=0, prefix_cache=False, **settings) as other,
