@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aioinfer.client.disconnects import until_disconnected
     from aioinfer.client.mapping import ResultMap
     from aioinfer.client.rows import ChatRow
+    from aioinfer.client.search import ScoredResult
     from aioinfer.client.sessions import HeldPrefix, Session
     from aioinfer.client.threadsafe import RemoteStream, ThreadsafeEngine
     from aioinfer.config import EngineConfig, ServerConfig
@@ -91,6 +92,7 @@ _HOME = {
     "Result": "outputs",
     "ResultMap": "client.mapping",
     "SamplingParams": "params",
+    "ScoredResult": "client.search",
     "Scores": "embeddings.scoring",
     "ServerConfig": "config",
     "Session": "client.sessions",
@@ -142,6 +144,7 @@ __all__ = [
     "Result",
     "ResultMap",
     "SamplingParams",
+    "ScoredResult",
     "Scores",
     "ServerConfig",
     "Session",

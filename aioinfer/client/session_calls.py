@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from aioinfer.chat.functions import Tool
-from aioinfer.client.batches import Batches
+from aioinfer.client.search import Searches
 from aioinfer.client.session_files import load
 from aioinfer.client.sessions import HeldPrefix, Session, State
 from aioinfer.errors import InvalidRequest
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Sessions"]
 
 
-class Sessions(Batches):
+class Sessions(Searches):
     """Calls whose KV outlives their requests."""
 
     def session(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -163,10 +164,13 @@ class Generation:
         async with AsyncExitStack() as stack:
             with record.counting(streams, call.n):
                 prompts: Sequence[PromptSource | Prompted]
-                if call.turn is None:
-                    prompts = await self._queue(call, streams, stack, record)
-                else:
+                if call.turn is not None:
                     prompts = await self._queue_turn(call, call.turn, streams, stack, record)
+                elif call.beams is not None:
+                    async with self.watched(request):
+                        prompts = await self._search(call, call.beams, streams, stack, record)
+                else:
+                    prompts = await self._queue(call, streams, stack, record)
                 if call.stream:
                     make_writer = partial(self._writer, wire, call, prompts, streams, record)
                     return await self._stream(request, call, make_writer, streams, record)
@@ -182,10 +186,7 @@ class Generation:
     ) -> Sequence[PromptSource]:
         """Queue all choices of a call; returns its prompts."""
         # Each prompt is tokenized once for its n choices.
-        prompts = [
-            self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs, **call.form)
-            for prompt in call.prompts
-        ]
+        prompts = self._prompts(call)
         pace = Pace()
         for index, (_, params) in enumerate(call.choices()):
             # A request of many choices gets its turns among other requests, not before them.
@@ -195,6 +196,29 @@ class Generation:
             )
             streams.append(await stack.enter_async_context(stream))
             await pace()
+        return prompts
+
+    def _prompts(self, call: Call) -> list[PromptSource]:
+        kwargs = call.chat_template_kwargs
+        return [
+            self._engine.prompt(prompt, chat_template_kwargs=kwargs, **call.form) for prompt in call.prompts
+        ]
+
+    async def _search(
+        self,
+        call: Call,
+        beams: Mapping[str, Any],
+        streams: list[Stream],
+        stack: AsyncExitStack,
+        record: Record,
+    ) -> Sequence[PromptSource]:
+        """Search for all choices of a call, which have ended then; returns its prompts."""
+        prompts = self._prompts(call)
+        options = {**call.scheduling, "request_id": record.id, **beams}
+        search = self._engine.beam_streams
+        found = await _all([partial(search, prompt, call.n, call.params, **options) for prompt in prompts])
+        for stream, _ in chain.from_iterable(found):
+            streams.append(await stack.enter_async_context(stream))
         return prompts
 
     async def _queue_turn(

@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from aioinfer import ChatStream, SamplingParams, ToolCall, errors
 from aioinfer.chat.functions import tool_of
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.testing import Answer, FakeEngine
 from tests.tiers import SECONDS, nightly, rest
 
@@ -423,7 +424,7 @@ async def test_nothing_of_the_arguments_is_read_later() -> None:
 # -- leaving -------------------------------------------------------------------------------------------
 
 
-async def freed(engine: FakeEngine) -> None:
+async def freed(engine: EngineLike) -> None:
     """Nothing runs, and what is in flight has landed."""
     async with asyncio.timeout(60):
         while True:

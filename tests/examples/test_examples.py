@@ -53,7 +53,7 @@ def test_extraction_takes_any_model() -> None:
 
 
 @nightly(PROGRAM)
-@pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
+@pytest.mark.parametrize("name", ["race", "extraction", "custom_policy", "tree_search"])
 def test_the_other_examples_run(name: str) -> None:
     done = run(f"examples/{name}.py")
     assert done.returncode == 0, done.stderr

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from aioinfer import EngineConfig, OutOfMemory
+from aioinfer import Engine, EngineConfig, OutOfMemory
 from aioinfer.testing import Answer, FakeEngine
-from examples import agent, custom_policy, extraction, race, worker
+from examples import agent, custom_policy, extraction, race, tree_search, worker
 from tests.engine.test_chat import freed
+from tests.tiers import SECONDS, rest
 
 
 async def test_the_worker_writes_a_line_per_prompt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +74,38 @@ async def test_the_policy_lets_those_go_first_who_must_be_served_soonest() -> No
         assert await custom_policy.order(engine) == reports + chats
     async with FakeEngine("x", config=config(policy=custom_policy.EarliestDeadline)) as engine:
         assert await custom_policy.order(engine) == [*chats, *reports]
+
+
+@rest(SECONDS)
+async def test_the_tree_search_goes_on_where_the_text_is_likely() -> None:
+    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
+        prompt = await engine.tokenize([{"role": "user", "content": "Write a short story about Mira."}])
+
+        async def score(output: list[int]) -> float:
+            return await tree_search.fluency(engine, prompt, output)
+
+        best = await tree_search.search(engine, prompt, score, rounds=12)
+        assert best.text.startswith("Once there was a child called")
+        assert best.token_ids[: len(best.parent.token_ids)] == best.parent.token_ids if best.parent else False
+        assert best.total / best.visits > 0.5
+        await freed(engine)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@rest(SECONDS)
+async def test_pruned_thoughts_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_search, "KEPT", 1)
+    asked = 0
+
+    async def score(output: list[int]) -> float:
+        nonlocal asked
+        asked += 1
+        if asked > 1:
+            await asyncio.Event().wait()
+        return 1.0
+
+    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
+        best = await tree_search.search(engine, await engine.tokenize("Once"), score, rounds=1)
+        assert best.visits == 1
+        await freed(engine)
+        assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -166,6 +166,7 @@ CHANGES: dict[str, Any] = {
     "max_lag": 1,
     "include_stop_str_in_output": True,
     "n": 2,
+    "use_beam_search": True,
     "stream": True,
     "priority": 3,
     "cache_salt": "x",
@@ -199,6 +200,8 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True, "top_logprobs": 3},
     "tool_choice": {"tools": [TOOL], "tool_choice": "required"},
     "parallel_tool_calls": {"tools": [TOOL], "parallel_tool_calls": False},
+    "length_penalty": {"use_beam_search": True, "length_penalty": 2.0},
+    "early_stopping": {"use_beam_search": True, "early_stopping": "never"},
 }
 #: refused or checked, with no effect otherwise; the template decides about some of them, and the format of
 #: reasoning about others, which tests/server/test_dialects.py has
@@ -225,7 +228,7 @@ def comparable(call: Call) -> Any:
     ident = call.id if call.id.endswith("-x-1") else None
     return (ident, call.prompts, call.params, call.n, call.stream, call.include_usage, call.continuous_usage,
             call.echo, dict(call.chat_template_kwargs or {}), dict(call.scheduling), call.answer,
-            call.token_ids, call.prompt_logprobs, call.tokens_by_id, call.form)  # fmt: skip
+            call.token_ids, call.prompt_logprobs, call.tokens_by_id, call.form, call.beams)  # fmt: skip
 
 
 def test_fields_that_the_template_reads_reach_it() -> None:

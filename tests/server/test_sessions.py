@@ -334,6 +334,7 @@ async def test_a_session_expires(serving: Serving, monkeypatch: pytest.MonkeyPat
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"n": 2}, "n"),
+    (CHAT, {"use_beam_search": True}, "use_beam_search"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": False}, "add_generation_prompt"),
     (CHAT, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),

@@ -344,10 +344,7 @@ _REFUSED = {
         NO,
     ),
     **dict.fromkeys(
-        (
-            *("use_beam_search", "early_stopping", "return_hidden_states", "penalize_nl", "safe_prompt"),
-            *("watermark", "details"),
-        ),
+        (*("return_hidden_states", "penalize_nl", "safe_prompt", "watermark", "details"),),
         OFF,
     ),
     **dict.fromkeys(
@@ -357,7 +354,7 @@ _REFUSED = {
         ),
         _ZERO,
     ),
-    **dict.fromkeys(("length_penalty", "typical_p", "tfs_z", "encoder_repetition_penalty"), _ONE),
+    **dict.fromkeys(("typical_p", "tfs_z", "encoder_repetition_penalty"), _ONE),
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs", "session_params", "options"), _EMPTY),
     **dict.fromkeys(("spaces_between_special_tokens", "cache_prompt"), Refused((True,))),
     "logits_processors": Refused(([],)),
@@ -384,6 +381,9 @@ class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REF
     """The fields of both endpoints."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = field("choices per prompt", 1)
+    use_beam_search: bool = field("the choices are the best of a beam search of width `n`, best first", False)
+    length_penalty: float = field("above 0, a beam search prefers long outputs", 1.0, ge=-5, le=5)
+    early_stopping: Literal[False, True, "never"] = field("when it ends: as of `Engine.beam`", False)
     stream_options: StreamOptions = field("what a stream includes", StreamOptions)
     diffusion: Diffusion | None = field("how a diffusion model denoises")
     session: str | None = field(

@@ -146,6 +146,8 @@ class Call:
     asked: ChatRequest | None = None
     #: of a call that goes on with a session
     turn: Turn | None = None
+    #: its choices are those of a beam search: arguments of :meth:`aioinfer.Engine.beam`
+    beams: Mapping[str, Any] | None = None
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
@@ -344,7 +346,9 @@ def _call(
         raise InvalidRequest("n", f"prompts times n must be 1 to {MAX_CHOICES}")
     diffusion, step_map = parse_diffusion(given("diffusion"), served.defaults.diffusion)
     names = dict(names)
-    defaults = replace(served.defaults, diffusion=diffusion)
+    beams = _beams(body)
+    # Nothing that the model recommends for sampling.
+    defaults = replace(served.defaults if beams is None else SamplingParams(), diffusion=diffusion)
     params = _sampling(body, defaults, logprobs, response_format, names)
     asked = {name: given(name) for name in ("add_special_tokens", "truncate_prompt_tokens")}
     form = {name: value for name, value in asked.items() if value is not None}
@@ -352,7 +356,7 @@ def _call(
         form["truncate_prompt_tokens"] = -max(1, params.max_tokens or 1)
     if "truncate_prompt_tokens" in form and echo:
         raise InvalidRequest("truncate_prompt_tokens", "cannot be combined with echo")
-    names |= {"adapter": "model"}
+    names |= {"adapter": "model", "width": "n", "logits_processors": "use_beam_search"}
     if body.routing_key is None:
         names["routing_key"] = "prompt_cache_key"
     options = given("stream_options")
@@ -380,7 +384,19 @@ def _call(
         tokens_by_id=given("return_tokens_as_token_ids", False),
         form=form,
         names=names,
+        beams=beams,
     )
+
+
+def _beams(body: Extensions) -> dict[str, Any] | None:
+    """How a body has beams searched, if it has. Raises InvalidRequest."""
+    given = {name: getattr(body, name, None) for name in ("length_penalty", "early_stopping")}
+    if not getattr(body, "use_beam_search", False):
+        for name in given.keys() & body.model_fields_set:
+            if given[name] != type(body).model_fields[name].default:
+                raise InvalidRequest(name, "needs use_beam_search", code="unsupported_parameter")
+        return None
+    return given
 
 
 def options_of(body: Object, served: Served) -> dict[str, Any]:

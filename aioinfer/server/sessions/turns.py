@@ -24,6 +24,7 @@ __all__ = ["Prompted", "Turn", "load", "make", "options_of", "warm"]
 #: fields of bodies that a turn cannot have, and the values that change nothing
 _NOT_IN_TURNS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
+    "use_beam_search": (False,),
     "echo": (False,),
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
