@@ -37,9 +37,10 @@ BENCHES = {
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device",
     "parallel": "several engines as one: policies, cost of the dispatcher, failover",
     "sessions": "held, forked, saved and moved KV: restarts, turns, files, roles, llama.cpp's slots",
+    "steering": "processors of one row, forks, best of 16, beams beside vLLM's, each beside what is asked",
     "attack": "hostile requests to a server: how much longer others wait, memory kept, replicas lost",
 }
-_FOLDERS = ("cpu", "gpu", "speculation", "fanout", "parallel", "sessions", "attack")
+_FOLDERS = ("cpu", "gpu", "speculation", "fanout", "parallel", "sessions", "steering", "attack")
 _MODULES = {name: f"bench.{name}.command" for name in _FOLDERS}
 #: options that are not reported: places on this machine, and secrets
 _HIDDEN = frozenset({"json", "commit", "key", "place"})

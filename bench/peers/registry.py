@@ -90,6 +90,13 @@ PEERS = {
         Peer("openvino", "openvino_batching", "openvino", "openvino"),
         Peer("vllm", "vllm_offline", "vllm"),
         Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf"),
+        Peer("aioinfer-beams", "aioinfer_beams", None, options={"beam_width": "10", "prefix_cache": "true"}),
+        Peer(
+            "vllm-beams",
+            "vllm_beams",
+            "vllm",
+            options={"beam_width": "10", "enable_prefix_caching": "true", "block_size": "32"},
+        ),
         *(
             Peer(
                 f"aioinfer-{precision}",

@@ -1,0 +1,1 @@
+"""The steering bench: logits processors, forks and searches; see :mod:`bench.steering.command`."""
