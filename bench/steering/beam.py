@@ -13,9 +13,9 @@ __all__ = ["beam"]
 
 def beam(options: argparse.Namespace, report: Report) -> None:
     """Rows of the contest, whose tokens are those of the best hypothesis: as many as each beam has."""
-    output, rounds = (4, 1) if options.quick else (32, 3)
+    output, rounds = (4, 1) if options.quick else (32, -(-options.rounds // 8))
     arguments = ["--peers", "aioinfer-beams", "vllm-beams", "--model", path_of(options.models[-1], options)]
-    arguments += ["--concurrency", *map(str, options.prompts), "--prefill-tokens", "0", "--attempts", "2"]
+    arguments += ["--concurrency", *map(str, options.prompts), "--prefill-tokens", "0", "--attempts", "1"]
     arguments += ["--output-tokens", str(output), "--rounds", str(rounds), "--threads", str(options.threads)]
     arguments += ["--kv-gib", "0.1" if options.quick else "2", "--place", str(options.place)]
     load("cpu").run(parse("cpu", arguments), report)

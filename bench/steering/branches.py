@@ -68,13 +68,12 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
     """A row for a long prompt and one for a long output: a stream is forked at each chunk that is read, while
     it goes on. The child is closed at once; in the end some are read to their first token."""
     long, forks = options.fork_tokens, options.forks
-    settings = config(
-        options.models[-1], options, max_running_requests=4, num_pages=8 * (long + 2 * forks) // PAGE_SIZE
-    )
+    most = long + 2 * forks + 64 * _READ  # a stream goes on while others are read
+    settings = config(options.models[-1], options, max_running_requests=4, num_pages=4 * most // PAGE_SIZE)
     asked: dict[str, float] = {}
     async with Engine(settings) as engine:
         for what, prompt in (("prompt", long - 16), ("output", 16)):
-            stream = engine.generate(tokens(prompt, prompt), greedy(long + 2 * forks - prompt))
+            stream = engine.generate(tokens(prompt, prompt), greedy(most - prompt))
             await _read(stream, long - prompt)
             times = [await _forked(stream) for _ in range(forks)]
             first = [await _first_token(stream) for _ in range(min(_READ, forks))]

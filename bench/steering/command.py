@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{DEMO}, shapes (0.6b, ...), model directories",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help=f"1 with {DEMO}")
-    parser.add_argument("--rounds", type=int, default=20, help=f"half as many with models but {DEMO}")
+    parser.add_argument(
+        "--rounds", type=int, default=16, help=f"half as many with models but {DEMO}, an eighth of beams"
+    )
     parser.add_argument("--against", metavar="CHECKOUT", help="of off: a directory or a revision")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens, of best_of")
     parser.add_argument("--tail", type=int, default=128, help="new tokens, of best_of")
