@@ -42,7 +42,7 @@ def off(options: argparse.Namespace, report: Report) -> None:
 
 def _scheduler(options: argparse.Namespace, places: dict[str, Path], report: Report) -> dict[str, float]:
     running = [*map(str, _RUNNING)]
-    steps, rounds = ("5", "1") if options.quick else ("400", "25")
+    steps, rounds = ("5", "1") if options.quick else ("200", "15")
 
     def figures(place: Path) -> dict[str, float]:
         command = ["scheduler", "--running", *running, "--waiting", "0", "--cached-pages", "0"]
