@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import itertools
 import statistics
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from bench.report import Report, percentiles
 from bench.sessions.setting import greedy, tokens
 from bench.steering.setting import DEMO, config, tell
 
-__all__ = ["processors"]
+__all__ = ["Sample", "processors", "sample"]
 
 _ROWS, _PROMPT = 32, 16
 _BANNED = np.arange(3, 103)
@@ -36,7 +37,7 @@ async def _sleep(ids: Ids, logits: Logits) -> None:
 _WAYS: dict[str, list[LogitsProcessor]] = {"none": [], "plain": [_ban], "coroutine": [_sleep]}
 
 
-class _Sample(NamedTuple):
+class Sample(NamedTuple):
     """While all rows generate: tokens per second of the others, seconds between their tokens and between
     those of the first row."""
 
@@ -54,18 +55,18 @@ async def processors(options: argparse.Namespace, report: Report) -> None:
         settings = config(
             model, options, max_running_requests=_ROWS, prefix_cache=False, num_pages=_ROWS * 20
         )
-        found: dict[str, list[_Sample]] = {way: [] for way in _WAYS}
+        found: dict[str, list[Sample]] = {way: [] for way in _WAYS}
         async with Engine(settings) as engine:
             for way in _WAYS:
-                await _sample(engine, way, 4, 0)
+                await _measure(engine, way, 4, 0)
             for number in range(1, rounds + 1):
                 at = number % len(_WAYS)
                 for way in [*_WAYS][at:] + [*_WAYS][:at]:
-                    found[way].append(await _sample(engine, way, output, number))
+                    found[way].append(await _measure(engine, way, output, number))
         _tell(model, found, report)
 
 
-def _tell(model: str, found: dict[str, list[_Sample]], report: Report) -> None:
+def _tell(model: str, found: dict[str, list[Sample]], report: Report) -> None:
     plain = found["none"]
     losses = {}
     for way, samples in found.items():
@@ -91,7 +92,7 @@ def _tell(model: str, found: dict[str, list[_Sample]], report: Report) -> None:
             tell(report, f"{model}: {way}: % that others lose", 100 * loss, most=3)
 
 
-async def _sample(engine: Engine, way: str, output: int, seed: int) -> _Sample:
+async def _measure(engine: Engine, way: str, output: int, seed: int) -> Sample:
     """All rows at once, until the first of the others has ended."""
     prompts = [tokens(_PROMPT, 1000 * seed + row) for row in range(_ROWS)]
     own = engine.generate(prompts[0], greedy(output + _PROMPT, logits_processors=_WAYS[way]))
@@ -99,12 +100,17 @@ async def _sample(engine: Engine, way: str, output: int, seed: int) -> _Sample:
     results = await asyncio.gather(*others)
     times = own.metrics.token_times
     own.close()
-    arrivals = [result.metrics.token_times for result in results if result.metrics is not None]
-    begin, end = max(each[0] for each in arrivals), min(each[-1] for each in arrivals)
-    seen = [[at for at in each if begin <= at <= end] for each in arrivals]
-    count = sum(at > begin for each in arrivals for at in each if at <= end)
-    return _Sample(
-        count / (end - begin),
+    return sample([result.metrics.token_times for result in results if result.metrics is not None], times)
+
+
+def sample(others: Sequence[Sequence[float]], own: Sequence[float]) -> Sample:
+    """From the times of tokens, those between the latest first token and the earliest last one of the
+    others."""
+    begin, end = max(each[0] for each in others), min(each[-1] for each in others)
+    seen = [[at for at in each if begin <= at <= end] for each in others]
+    tokens_behind = sum(at > begin for each in seen for at in each)
+    return Sample(
+        tokens_behind / (end - begin),
         [later - at for each in seen for at, later in itertools.pairwise(each)],
-        [later - at for at, later in itertools.pairwise(at for at in times if begin <= at <= end)],
+        [later - at for at, later in itertools.pairwise(at for at in own if begin <= at <= end)],
     )

@@ -206,7 +206,6 @@ def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int
                 "llamacpp": 1,
             },
         ),
-        ("steering", "--quick --against .", {"off": 8, "processors": 10, "best_of": 4, "fork": 6, "beam": 2}),
         ("gpu", "--rehearse", {"model": 2, "offline": 2, "overlap": 2, "endpoint": 2}),
     ],
 )
