@@ -15,7 +15,8 @@
 
 Where two ways are compared, they take turns within the run, and a ratio is that of neighbours in time; what
 is compared with the bound is the median. ``off`` and ``processors`` have all models, ``best_of`` and ``fork``
-the last one, which needs room for 2,200 tokens; ``beam`` needs one that vLLM reads, too.
+the last one, which needs room for 2,200 tokens; ``beam`` needs one that vLLM reads, too, and is ``python -m
+bench cpu --peers aioinfer-beams vllm-beams`` with settings of its own.
 """
 
 from __future__ import annotations
