@@ -202,16 +202,13 @@ class GoingOn(Service[_Opened]):
             at = known - stopped
             if cut.iterated:
                 at = min(at, cell.taken_ids)
-        found = take(cell, self.info, at if type(at) is int and 0 <= at <= known else 0)
-        if type(at) is not int or not 0 <= at <= known:
-            raise InvalidRequest(
-                cut.at_name, f"must be a number of output tokens, 0 to {known}, got {shown(at)}"
-            )
-        if (
-            stopped
-            and at == known
-            and not self.checks.stop_ids(found.params).isdisjoint(found.token_ids[-1:])
-        ):
+        fits = type(at) is int and 0 <= at <= known
+        found = take(cell, self.info, at if fits else 0)
+        if not fits:
+            message = f"must be a number of output tokens, 0 to {known}, got {shown(at)}"
+            raise InvalidRequest(cut.at_name, message)
+        ends = self.checks.stop_ids(found.params) if stopped and at == known else ()
+        if found.token_ids and found.token_ids[-1] in ends:
             raise InvalidRequest(cut.at_name, "the last token ends the output")
         return found
 
@@ -240,9 +237,8 @@ class GoingOn(Service[_Opened]):
         params, info, name = kept.params, self.info, cut.then_name
         count = len(kept.token_ids) + (bool(then) if isinstance(then, str) else len(then))
         if params.max_tokens is not None and count >= params.max_tokens:
-            raise InvalidRequest(
-                "max_tokens", f"{params.max_tokens} leave no room behind {count} output tokens"
-            )
+            message = f"{params.max_tokens} leaves no room behind {count} output tokens"
+            raise InvalidRequest("max_tokens", message)
         if len(kept.prompt_token_ids) + count >= info.max_model_len:
             raise self._no_room(name if then else cut.at_name)
         if isinstance(then, str) or not then:

@@ -335,7 +335,8 @@ async def test_a_stream_that_is_awaited_forks_at_all_that_is_known(make_engine: 
     async with make_engine() as engine:
         stream = engine.generate(PROMPT, LONG)
         waiting = asyncio.create_task(stream)
-        while len(stream.result().token_ids) < 10 if stream.cell.output.accepted else True:
+        await asyncio.sleep(0)
+        while len(stream.result().token_ids) < 10:
             await asyncio.sleep(0)
         known = stream.result().token_ids
         (fork,) = stream.fork()
@@ -364,7 +365,6 @@ async def test_seeds_follow_the_parent_or_the_parameters(make_engine: MakeEngine
             for number, each in enumerate(streams):
                 wanted = toy_generate(PROMPT, LONG, seed=seed + number, begun=ids)
                 assert (await each).token_ids == wanted
-        assert by_parent[1].checkpoint is not None
 
 
 async def test_the_checkpoint_of_a_fork_is_restored(make_engine: MakeEngine) -> None:
