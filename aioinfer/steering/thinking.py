@@ -48,7 +48,7 @@ class ThinkingBudget:
         alone: bool = False,
     ) -> None:
         """``form``: the format of thoughts; ``prompt_end``: the last characters of the prompt; ``alone``: a
-        grammar allows a thought at the beginning only. Raises InvalidRequest if ``end`` has no tokens."""
+        grammar allows a thought at the beginning only."""
         self._form, self._tokenizer, self._budget, self._grace = form, tokenizer, budget, grace
         self._alone = alone and form is not Harmony
         closing = form.closing_in(tokenizer.chat_templates)
@@ -65,15 +65,15 @@ class ThinkingBudget:
         self._spent = self._before = 0
         #: the text of this thought, or of what is outside
         self._tail = ""
-        #: an opening tag that comes next is text
-        self._literal = False
         #: what is being forced, and how many of it were written
         self._forced: tuple[int, ...] = ()
         self._at = 0
-        self._within = form.opened_by(prompt_end) is True
-        if self._within and form.header and prompt_end.endswith(form.opening):
-            self._within, self._tail = False, form.opening
-        self._literal = self._alone and form.opened_by(prompt_end) is not None and not self._tail
+        opened = form.opened_by(prompt_end)
+        self._within = opened is True
+        if opened and form.header and prompt_end.endswith(form.opening):
+            self._within, self._tail = False, form.opening  # the header is still to come
+        #: an opening tag that comes next is text
+        self._literal = self._alone and opened is False
         self._decide()
 
     def __call__(self, ids: Ids, logits: Logits) -> tuple[int, ...] | None:

@@ -58,6 +58,7 @@ VALUES: dict[type, dict[str, Any]] = {
         **{name: value for kind in KINDS.values() for name, value in kind.items()},
         "seed": 7,
         "max_tokens": 9,
+        "logits_processors": [print],
         "grammar": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
         "diffusion": DiffusionParams(),
     },
