@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from aioinfer import plugins
@@ -276,7 +276,10 @@ class SamplingParams:
 
     def changed(self, **values: Any) -> SamplingParams:
         """A copy with other values, which must be valid: they are not checked."""
-        other = copy.copy(self)
+        # Forks make many: copy.copy takes four times as long.
+        other = object.__new__(type(self))
+        for assign, value in zip(_ASSIGN, _VALUES(self), strict=True):
+            assign(other, value)
         for name, value in values.items():
             object.__setattr__(other, name, value)
         return other
@@ -349,6 +352,9 @@ def _format(given: Any) -> tuple[str | None, ...]:
     return names
 
 
+#: of all fields: what sets one, and what reads all
+_ASSIGN = [vars(SamplingParams)[each.name].__set__ for each in fields(SamplingParams)]
+_VALUES = attrgetter(*(each.name for each in fields(SamplingParams)))
 _OPEN = (_OpenFloat, _OpenInt)
 _NUMBERS = tuple(name for name in BOUNDS if name in SamplingParams.__dataclass_fields__)
 _OPTIONAL = frozenset(name for name in _NUMBERS if SamplingParams.__dataclass_fields__[name].default is None)

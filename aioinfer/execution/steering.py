@@ -24,7 +24,7 @@ from aioinfer.sampling.outcomes import ASKED, BAD_PROCESSOR, DEFERRED, FORCED
 from aioinfer.steering.processors import Ids, Logits, LogitsProcessor
 from aioinfer.steering.state import SteeringState, checked
 
-__all__ = ["Steered", "SteeredRow", "advance", "decide", "steer"]
+__all__ = ["Steered", "SteeredRow", "advance", "awake", "decide", "steer"]
 
 
 class SteeredRow(NamedTuple):
@@ -63,6 +63,13 @@ class _Position(NamedTuple):
     logits: Logits
 
 
+def awake(rows: Sequence[SteeredRow]) -> list[SteeredRow]:
+    """Those whose processors may decide something, or that have no input."""
+    return [
+        row for row in rows if row.state.unsampled or row.position + len(row.drafts) >= row.state.idle_until
+    ]
+
+
 def steer(
     rows: Sequence[SteeredRow],
     lines: Mapping[int, Logits] | Sequence[Logits],
@@ -71,7 +78,7 @@ def steer(
     outcomes: Mapping[int, int],
     usable: Mapping[int, int],
 ) -> Steered:
-    """Have the processors of ``rows`` decide.
+    """Have the processors of ``rows``, all of them awake, decide.
 
     Args:
         lines: by sampling row its logits, float32 [V], which are changed in place.
@@ -163,6 +170,8 @@ def _settle(positions: Sequence[_Position], call: _Decide, patience: float, foun
     for each, was_whole, forced in zip(positions, whole, decisions, strict=True):
         row = each.row
         row.state.late = row.state.late or slow
+        if not each.offset:
+            row.state.rest()
         if forced and each.offset:
             _cut(each, found)
         elif forced:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.sequence import Sequence
+if TYPE_CHECKING:
+    from aioinfer.scheduling.queues import RequestQueues
+    from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["PlanFaults", "end_with"]
 

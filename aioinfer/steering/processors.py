@@ -18,6 +18,9 @@ one of theirs::
 
     def batch(self, ids: list[NDArray], logits: list[NDArray]) -> list[Sequence[int] | None]: ...
 
+One with an attribute ``idle`` is not called for that many tokens more, whatever they are: it would decide
+nothing.
+
 A plain one runs on the thread of the device, and every row of the step waits for it; one that takes longer
 than ``grammar_patience`` is called on a worker thread from then on, until it has been quick again, and waited
 for like a coroutine.

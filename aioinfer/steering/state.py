@@ -42,14 +42,15 @@ class SteeringState:
     Attributes:
         unsampled: its newest row sampled nothing, so rows launched after it have no input token.
         failed: what a processor raised.
+        idle_until: the next position at which they may decide something.
         late: its processors are not called in a step: they are coroutines, or slow.
         question: for the loop, of the row that waits.
         answer: for the next row.
     """
 
     __slots__ = (
-        *("_accepted", "_count", "_ids", "_origin", "_prompt_length", "_stateful", "processors"),
-        *("answer", "failed", "late", "question", "unsampled"),
+        *("_accepted", "_count", "_drowsy", "_ids", "_origin", "_prompt_length", "_stateful", "processors"),
+        *("answer", "failed", "idle_until", "late", "question", "unsampled"),
     )
 
     def __init__(
@@ -70,6 +71,10 @@ class SteeringState:
         self._ids[: self._accepted] = prompt_ids
         self._ids[self._accepted : self._count] = output_ids
         self.late = any(map(waits, processors)) if late is None else late
+        #: all of them say how long they are idle
+        self._drowsy = all(hasattr(each, "idle") for each in processors)
+        self.idle_until = self._prompt_length
+        self.rest()
         self.unsampled = False
         self.failed: BaseException | None = None
         self.question: Question | None = None
@@ -106,6 +111,13 @@ class SteeringState:
         view = self._ids[: self._count + len(drafts)]
         view.flags.writeable = False
         return view
+
+    def rest(self) -> None:
+        """They have decided nothing behind the tokens that they have seen."""
+        if self._drowsy:
+            self.idle_until = self._accepted + min(
+                each.idle for each in cast("Sequence[Any]", self.processors)
+            )
 
     def at(self, drafts: Sequence[int]) -> tuple[LogitsProcessor, ...]:
         """The processors behind the tokens so far, or as they would be behind ``drafts``, too."""

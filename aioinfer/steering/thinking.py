@@ -79,6 +79,11 @@ class ThinkingBudget:
     def __call__(self, ids: Ids, logits: Logits) -> tuple[int, ...] | None:
         return self._forced[self._at :] or None
 
+    @property
+    def idle(self) -> int:
+        """Tokens that may come before it decides anything."""
+        return 0 if self._forced else max(0, self._budget - self._spent)
+
     def accept(self, token: int) -> None:
         text = self._texts.get(token)
         if text is None:

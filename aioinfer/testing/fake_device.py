@@ -14,7 +14,7 @@ import numpy.typing as npt
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, Progress, StepResult
 from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
-from aioinfer.execution.steering import SteeredRow, advance, steer
+from aioinfer.execution.steering import SteeredRow, advance, awake, steer
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
@@ -196,7 +196,7 @@ class FakeDevice:
             line = np.zeros(_VOCABULARY, np.float32)
             line[token] = 1.0
             steered = [SteeredRow(0, tenant.steering, row.kv_length, bool(row.ids))]
-            wanted = steer(steered, [line], patience=self.masks.patience, outcomes=outcomes, usable={})
+            wanted = steer(awake(steered), [line], patience=self.masks.patience, outcomes=outcomes, usable={})
             self.masks.skip(rows, wanted.outcomes)
             outcomes, given, token = outcomes | wanted.outcomes, wanted.forced, int(line.argmax())
             forced += given.get(0, [])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from aioinfer.config import PAGE_SIZE
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
-from aioinfer.execution.steering import SteeredRow, steer
+from aioinfer.execution.steering import SteeredRow, awake, steer
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import ASKED, BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
@@ -484,7 +484,7 @@ class _Constraint:
         if self._steered:
             patience = self._worker.patience
             wanted = steer(
-                self._steered, self._lines, patience=patience, outcomes=self._outcomes, usable=usable
+                awake(self._steered), self._lines, patience=patience, outcomes=self._outcomes, usable=usable
             )
             self._worker.skip(self._grammars, wanted.outcomes)
             self._outcomes, self._given = self._outcomes | wanted.outcomes, wanted.forced

@@ -23,7 +23,7 @@ from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShape, GraphShapes, mixed_shapes
 from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.paging import Tables
-from aioinfer.execution.steering import Steered, SteeredRow, advance, steer
+from aioinfer.execution.steering import Steered, SteeredRow, advance, awake, steer
 from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -302,9 +302,10 @@ class TokenDecoding:
             rows, masks = work.sampling.allowed
             processors.apply_masks_(logits, transfer.send(rows), transfer.send(masks))
         held = _Holding()
-        if work.grammars or work.steered:
+        steered = awake(work.steered) if work.steered else []
+        if work.grammars or steered:
             transfer.await_last_result()
-            held = self._hold(logits, work, transfer)
+            held = self._hold(logits, work, steered, transfer)
             masked = now()
         last = sampling.slots
         if work.drafts is None:
@@ -327,7 +328,9 @@ class TokenDecoding:
         """Tensors of the scored positions, in the order of :func:`_read_logprobs`; none without scores."""
         return [*score(self.sampler.logprobs, logits, ids, top)] if len(ids) else []
 
-    def _hold(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> _Holding:
+    def _hold(
+        self, logits: torch.Tensor, work: TokenWork, rows: Sequence[SteeredRow], transfer: Transfer
+    ) -> _Holding:
         """Apply what the logits processors of this step decide, and the masks, which were made while its
         forward ran."""
         held = _Holding()
@@ -336,15 +339,14 @@ class TokenDecoding:
             num_rows = len(logits) if work.drafts is None else len(set(work.sample_rows))
             found = self.grammars.collect(grammars, num_rows)
             held.outcomes, held.forced, held.usable = found.outcomes, found.forced, found.usable
-        if work.steered:
-            steered = self._steer(logits, work.steered, held, transfer)
+        if rows:
+            steered = self._steer(logits, rows, held, transfer)
             if grammars:
                 self.grammars.skip(grammars, steered.outcomes)
             held.add(steered)
         if grammars:
-            rows = np.asarray(found.at, np.int64)
-            masks = transfer.send(found.masks)
-            self.sampler.logits_processors.apply_masks_(logits, transfer.send(rows), masks)
+            at = transfer.send(np.asarray(found.at, np.int64))
+            self.sampler.logits_processors.apply_masks_(logits, at, transfer.send(found.masks))
         return held
 
     def _steer(
