@@ -96,7 +96,9 @@ class Slack(Policy):
     def stopped(self, sequence: Sequence) -> None:
         _, needs, step = self._running.pop(sequence.key)
         began, tokens = sequence.output.admitted_at, len(sequence.output_ids) - sequence.output.resumed
-        if began is not None and tokens >= _TELLING and not sequence.recovery.retractions:
+        # What was parked for its reader has waited for that.
+        steady = not sequence.recovery.retractions and sequence.request.max_lag is None
+        if began is not None and tokens >= _TELLING and steady:
             pace = (self._times.now - began - needs.prefill) / (tokens * step)
             self._pace += _STEADY * (min(max(_LEAST, pace), _MOST) - self._pace)
         possible = sequence.max_length - len(sequence.prompt_ids)
@@ -153,10 +155,8 @@ class Slack(Policy):
     def _needs(self, sequence: Sequence) -> _Due:
         """What is left of a request, by what outputs like its own have used of what they may have."""
         cursor, length = sequence.cursor, sequence.length
-        if sequence.key in self._running:
-            start = min(cursor.computed, length)
-        else:
-            start = length - self._memory.uncached(sequence)
+        cached = length - self._memory.uncached(sequence) if not sequence.kv.slot else cursor.computed
+        start = min(cached, length)
         possible = sequence.max_length - len(sequence.prompt_ids)
         share = self._used.get(possible.bit_length(), (0, 1.0))[1]
         return _Due(sequence, self._times.prefill(start, length - start), share * max(0, cursor.remaining))
