@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from aioinfer.client.beams import Beam, Beams, Row, most_likely
-from tests.engine.beam_oracle import Found, Search, random_model, searches, theirs
+from tests.engine.beam_oracle import driven, must_equal, random_model, searches
 from tests.tiers import SECONDS, grid, rest
-
-
-@torch.no_grad()
-def ours(model: Any, search: Search) -> Found:
-    """Every step of it computed anew by the model."""
-    beams = Beams(search.width, search.end, search.limit, search.length_penalty, search.early_stopping)
-    while not beams.done:
-        ids = [[*search.prompt, *_ids(beam)] for beam in beams.running]
-        rows = model(torch.tensor(ids)).logits[:, -1].numpy()
-        beams.step([beams.most_likely(row) for row in rows])
-    return [(_ids(beam), score) for score, beam in beams.finished]
 
 
 def _ids(beam: Beam) -> list[int]:
@@ -30,13 +17,13 @@ def _ids(beam: Beam) -> list[int]:
 
 def check(prefix: str, vocab: int, width: int, count: int) -> None:
     model = random_model(prefix, vocab, seed=width)
-    ended = 0
+    ended = ties = 0
     for search in searches(model, count, width):
-        found, expected = ours(model, search), theirs(model, search)
-        assert [ids for ids, _ in found] == [ids for ids, _ in expected], search
-        assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-4)
+        found, _ = driven(model, search)
+        ties += not must_equal(model, search, found)
         ended += sum(len(ids) < search.limit for ids, _ in found)
     assert ended, "no beam has met its end token"
+    assert ties <= count // 10
 
 
 @pytest.mark.parametrize("width", [2, 4, 10])

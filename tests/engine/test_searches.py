@@ -11,7 +11,7 @@ import pytest
 
 from aioinfer import Engine, EngineConfig, InvalidRequest, ProcessorFailed, Result, SamplingParams
 from aioinfer.client.search import ScoredResult
-from tests.engine.beam_oracle import Search, random_model, searches, theirs
+from tests.engine.beam_oracle import Search, must_equal, random_model, searches
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_chat import freed
 from tests.tiers import SECONDS, grid, rest
@@ -45,13 +45,14 @@ async def ours(engine: Engine, search: Search, **params: Any) -> list[ScoredResu
 
 
 async def check(model: Any, engine: Engine, width: int, count: int) -> None:
+    ties = 0
     for search in searches(model, count, width):
-        found, expected = await ours(engine, search), theirs(model, search)
-        assert [each.result.token_ids for each in found] == [ids for ids, _ in expected], search
-        assert [each.score for each in found] == pytest.approx([score for _, score in expected], rel=1e-3)
+        found = await ours(engine, search)
+        ties += not must_equal(model, search, [(each.result.token_ids, each.score) for each in found])
         for each in found:
             ended = each.result.token_ids[-1] in search.end
             assert each.result.finish_reason == ("stop" if ended else "length")
+    assert ties <= count // 10
     await freed(engine)
 
 
@@ -81,7 +82,7 @@ async def test_searches_side_by_side_share_too_few_slots_and_pages(models: dict[
         found = await asyncio.gather(*[ours(engine, search) for search in wanted])
         await freed(engine)
     for search, each in zip(wanted, found, strict=True):
-        assert [one.result.token_ids for one in each] == [ids for ids, _ in theirs(model, search)]
+        must_equal(model, search, [(one.result.token_ids, one.score) for one in each])
 
 
 async def test_beams_that_meet_the_end_of_the_context_are_of_the_length_that_is_left(
@@ -92,7 +93,7 @@ async def test_beams_that_meet_the_end_of_the_context_are_of_the_length_that_is_
     search = search._replace(prompt=[*range(2, 127)], end=frozenset({130}), limit=3)
     async with engine_of(path) as engine:
         found = await engine.beam(search.prompt, 4, SamplingParams(stop_token_ids=[130]))
-        assert [each.result.token_ids for each in found] == [ids for ids, _ in theirs(model, search)]
+        must_equal(model, search, [(each.result.token_ids, each.score) for each in found])
         longest = [*range(2, 129), 5]
         with pytest.raises(InvalidRequest) as refused:
             await engine.beam(longest, 4)
