@@ -230,6 +230,17 @@ async def test_the_best_of_several_is_first(make_engine: MakeEngine) -> None:
         assert likely[0].score >= likely[-1].score
 
 
+async def test_the_prompt_is_computed_once(make_engine: MakeEngine) -> None:
+    prompt = [each % 60 for each in range(80)]
+    async with make_engine() as engine:  # with pages of 4 tokens
+        await engine.best_of(prompt, SamplingParams(max_tokens=2), n=6)
+        assert 80 <= engine.stats().prefill_tokens <= 80 + 6 * 4
+        before = engine.stats().prefill_tokens
+        await engine.beam([*prompt[::-1]], 6, SamplingParams(max_tokens=1))
+        # The hypotheses are streams, too.
+        assert engine.stats().prefill_tokens - before <= 80 + 6 * 4
+
+
 async def test_a_score_that_fails_ends_the_other_outputs(make_engine: MakeEngine) -> None:
     def score(result: Result) -> float:
         if len(result.token_ids) == 1:
