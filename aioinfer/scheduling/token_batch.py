@@ -44,6 +44,7 @@ class TokenBatch:
     :class:`~aioinfer.scheduling.queues.RunningBatch`."""
 
     __slots__ = (
+        "_alone",
         "_columns",
         "_joining",
         "_memory",
@@ -74,6 +75,8 @@ class TokenBatch:
         #: rows of the batch whose drafts are being verified
         self._num_verifying = 0
         self.sequences: list[Sequence] = []
+        #: requests whose next row waits for the result of the one before: their logits processors answer late
+        self._alone: set[int] = set()
         #: requests whose page table the device does not know completely
         self._stale: dict[int, Sequence] = {}
         #: requests whose prefill ends in the step that is being planned
@@ -96,6 +99,8 @@ class TokenBatch:
         self._num_verifying += verifying
         self.sequences.append(sequence)
         cursor.column, cursor.row = self.computed, index
+        if _answers_late(sequence):
+            self._alone.add(sequence.key)
         if kv.sent_pages < len(kv.pages):
             self._stale[sequence.key] = sequence
 
@@ -113,6 +118,7 @@ class TokenBatch:
             self._columns[:, index] = self._columns[:, last]
             mover.cursor.row = index
         self._stale.pop(sequence.key, None)
+        self._alone.discard(sequence.key)
 
     def join(self, sequence: Sequence) -> None:
         # Not before the decodes of this step are chosen: the token to decode is sampled in it.
@@ -124,7 +130,7 @@ class TokenBatch:
 
     def planned(self, generating: Generating, prefilling: abc.Sequence[Row], queues: RequestQueues) -> None:
         for sequence in self._joining:
-            if not sequence.finished:
+            if not (sequence.finished or _answers_late(sequence)):
                 self.add(sequence)
         self._joining.clear()
 
@@ -180,9 +186,16 @@ class TokenBatch:
             drafts = self._with_pages(sequences, starts, drafts)
         tables = self._tell_pages(sequences) if self._stale else []
         ending = [sequences[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
+        alone: list[Sequence] = []
+        if self._alone:
+            held = self._alone
+            alone = [each for row, each in enumerate(sequences) if each.key in held and row not in drafts]
         for sequence in ending:
             self.remove(sequence)
-        decodes = Generating(sequences, slots, starts, tables=tables, ending=ending)
+        for sequence in alone:
+            if sequence.cursor.in_batch:
+                self.remove(sequence)
+        decodes = Generating(sequences, slots, starts, tables=tables, ending=ending, alone=alone)
         if drafts:
             decodes = self._verify(decodes, drafts)
         if self._speculation is not None:
@@ -233,6 +246,7 @@ class TokenBatch:
             lengths,
             tables=decodes.tables,
             ending=decodes.ending,
+            alone=decodes.alone,
             drafts=list(drafts.values()),
         )
 
@@ -292,7 +306,17 @@ class TokenBatch:
                 counters.late_tokens += row.samples
             else:
                 updated += _resolve_chunk(step, row, tokens[index], forced.get(index, ()), queues)
+                self._go_on([row.sequence])
+        self._go_on(generating.alone)
         return updated
+
+    def _go_on(self, alone: abc.Sequence[Sequence]) -> None:
+        """The rows of these requests have resolved, which nothing has followed."""
+        for sequence in alone:
+            cursor = sequence.cursor
+            waits = sequence.parked or cursor.in_batch or cursor.pending or not cursor.relay_ready
+            if _answers_late(sequence) and sequence.state is SequenceState.RUNNING and not waits:
+                self.add(sequence)
 
     def timed(self, step: Step, seconds: float) -> None:
         if self._speculation is not None:
@@ -355,6 +379,11 @@ class TokenBatch:
             capacity = len(sequence.kv.pages) * self._page_size
             verifying = isinstance(sequence.cursor, TokenCursor) and sequence.cursor.verifying > 0
             assert row == [sequence.kv.slot, capacity, sequence.max_length, verifying], sequence
+
+
+def _answers_late(sequence: Sequence) -> bool:
+    """A row of it may well sample nothing at first, and one that follows it at once would be void."""
+    return sequence.steering is not None and sequence.steering.late
 
 
 def _resolve_chunk(

@@ -193,6 +193,22 @@ async def test_a_coroutine_keeps_no_other_row_waiting(make_engine: MakeEngine) -
         await settle(engine)
 
 
+@pytest.mark.parametrize("window", [0, 2])
+async def test_no_row_is_computed_behind_one_that_waits(make_engine: MakeEngine, window: int) -> None:
+    async def write(ids: Any, logits: Any) -> list[int]:
+        return [7]
+
+    async with make_engine(overlap_steps=window) as engine:
+        result = await engine.generate(PROMPT, asked(write))
+        stats = engine.stats()
+        before = stats.steps
+        await engine.generate(PROMPT[::-1], asked(nothing_later))
+        stats = engine.stats()
+    assert result.token_ids == [7] * 24
+    assert before == 24
+    assert stats.steps == 24 + 2 * 24
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_answer_to_logits_of_earlier_weights_is_not_used(make_engine: MakeEngine, when: str) -> None:
     begun, answered = asyncio.Event(), asyncio.Event()
