@@ -9,29 +9,26 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from aioinfer import Chunk, StreamCheckpoint, errors
 from aioinfer.engine import Engine, EngineState
-from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.loop.updating import UpdateMode
-from aioinfer.request import Output
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.rates import TransferRates
-from aioinfer.stream import Stream
 from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.holding import hold_and_commit, through_a_session
 from tests.engine.laws import LawChecker, watch
-from tests.engine.processors import CALLER, Broken
+from tests.engine.processors import CALLER
+from tests.engine.reading import Reading, outcome_of, weights_of
 from tests.engine.worlds import (
     VOCAB,
     Claim,
-    Injected,
     World,
     make_world,
     of_prompt,
+    with_branches,
     with_processors,
     with_store,
 )
@@ -46,6 +43,8 @@ class Eager(TransferRates):
         return True
 
 
+#: virtual seconds in which all lifetimes have ended
+_LONGEST = 1000.0
 #: what readers do who wait for nothing
 _IMPATIENT = ("cancel", "timeout", "never", "drop")
 
@@ -88,6 +87,10 @@ async def lifetime(world: World, number: int) -> None:
     adapter, key = (None, 0) if world.adapters is None else world.adapters.choose(engine)
     if params.max_tokens == 0 and behaviour == "restore":
         behaviour = "await"  # there is nothing to go on with
+    tree = None
+    if world.branching is not None and params.max_tokens and pooling is None:
+        tree = world.branching.tree(world, number, ids, key)
+        behaviour = "read"
     if world.steering is not None:
         params = world.steering.choose(params, patient=behaviour not in _IMPATIENT)
         if world.steering.dice.random() < 0.8:  # else few live to be steered
@@ -95,7 +98,7 @@ async def lifetime(world: World, number: int) -> None:
     options = {**timeouts, **scheduling, "request_id": name_of(params)}
     in_turns = not as_text and pooling is None and adapter is None and engine.info.block_size is None
     try:
-        if in_turns and rng.random() < 0.2:
+        if in_turns and tree is None and rng.random() < 0.2:
             stream = await through_a_session(engine, rng, ids, params, options)
         else:
             wanted = params if pooling is None else of_prompt(params)
@@ -106,34 +109,15 @@ async def lifetime(world: World, number: int) -> None:
         world.counts["rejected"] += 1
         world.outcomes.append((number, "rejected"))
         return
-    reading = Reading(stream)
+    if tree is not None:
+        world.outcomes.append((number, "branches", *await tree.grow(stream, params, timeouts)))
+        world.counts["branched"] += 1
+        return
+    reading = Reading(stream, params)
     try:
         outcome = await _consume(world, reading, behaviour)
-    except (errors.ProcessorFailed, errors.ConstraintFailed) as error:
-        outcome = reading.failed(error)
-    except errors.InvalidRequest as error:
-        assert error.field == "checkpoint"
-        assert behaviour == "restore"
-        assert params.masked, "nothing else refuses what there is"
-        outcome = ("refused",)
-    except errors.TimedOut as error:
-        assert timeouts[f"{error.phase}_timeout"] is not None
-        outcome = ("timed out", error.phase)
-    except errors.Rejected:
-        outcome = ("rejected later",)
-    except errors.StepFailed as error:
-        assert isinstance(error.__cause__, Injected)
-        outcome = ("step failed",)
-    except errors.OutOfMemory as error:
-        assert isinstance(error.__cause__, StepOutOfMemory)
-        outcome = ("out of memory",)
-    except errors.EngineFailed as error:
-        assert isinstance(error.__cause__, (DeviceLost, errors.EngineFailed))
-        outcome = ("engine failed",)
-    except errors.Cancelled as error:
-        assert "weights" in str(error)
-        assert world.renewal is not None
-        outcome = ("replaced",)
+    except Exception as error:
+        outcome = outcome_of(world, reading, error, timeouts, restored=behaviour == "restore")
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))
     if outcome[0] in ("finished", "left", "failed"):
@@ -145,34 +129,6 @@ async def lifetime(world: World, number: int) -> None:
         world.claims.append(claim)
 
 
-@dataclass
-class Reading:
-    """What somebody has of a stream, which may be cut and go on as another one."""
-
-    stream: Stream
-    ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-
-    def so_far(self, outcome: str, reason: str | None = None) -> tuple[Any, ...]:
-        return outcome, self.ids, "".join(self.texts), reason, self.versions
-
-    def failed(self, error: errors.RequestError) -> tuple[Any, ...]:
-        """A processor or a grammar has ended it."""
-        output, what = self.stream.cell.output, "grammar"
-        if isinstance(error, errors.ProcessorFailed):
-            cause, what = error.__cause__, "processor"
-            ours = isinstance(cause, (Broken, asyncio.CancelledError)) or "finite maximum" in str(cause)
-            assert ours, repr(cause)
-        assert output.token_ids[: len(self.ids)] == self.ids
-        end = 0
-        for count, version in versions_of(output):  # a stream that was cut does not know those before
-            end += count
-            if end > len(self.ids):
-                note_version(self.versions, min(count, end - len(self.ids)), version)
-        return "failed", [*output.token_ids], "", None, self.versions, what
-
-
 async def _consume(world: World, reading: Reading, behaviour: str) -> tuple[Any, ...]:
     rng, stream = world.rng, reading.stream
     if behaviour == "await":
@@ -182,7 +138,8 @@ async def _consume(world: World, reading: Reading, behaviour: str) -> tuple[Any,
         assert len(metrics.token_times) == len(result.token_ids) == result.usage.completion_tokens
         assert list(metrics.token_times) == sorted(metrics.token_times)
         assert result.logprobs is None or len(result.logprobs) == len(result.token_ids)
-        versions = versions_of(stream.cell.output)
+        reading.weights = weights_of(stream.cell.output)
+        versions = reading.versions
         if versions:
             assert result.weight_version == versions[-1][1]
         if isinstance(world.engine, Engine):  # a dispatcher's streams may have moved
@@ -223,7 +180,7 @@ async def _read(world: World, reading: Reading, behaviour: str, started: asyncio
                 assert reason is None, "a chunk came after the last one"
                 assert chunk.text or chunk.token_ids or chunk.finish_reason or chunk.draft
                 ids += chunk.token_ids
-                note_version(reading.versions, len(chunk.token_ids), chunk.weight_version)
+                reading.weights += [chunk.weight_version] * len(chunk.token_ids)
                 assert chunk.step_map is None or len(chunk.step_map) == len(chunk.token_ids)
                 assert chunk.draft is None or chunk.draft.start == len(ids)
                 reading.texts.append(chunk.text)
@@ -240,25 +197,6 @@ async def _read(world: World, reading: Reading, behaviour: str, started: asyncio
             raise
         return reading.so_far("left")
     return reading.so_far("left" if reason is None else "finished", reason)
-
-
-def note_version(versions: list[tuple[int, int]], count: int, version: int) -> None:
-    """A chunk has so many tokens of weights of a version."""
-    assert not versions or versions[-1][1] <= version, "a version came after a later one"
-    if versions and versions[-1][1] == version:
-        versions[-1] = versions[-1][0] + count, version
-    elif count:
-        versions.append((count, version))
-
-
-def versions_of(output: Output) -> list[tuple[int, int]]:
-    """The same of a request that nobody has read in chunks."""
-    versions: list[tuple[int, int]] = []
-    before, count = 0, len(output.token_ids)
-    for tokens, _, version in [*output.switches, (count, 0, output.weight_version)]:
-        note_version(versions, min(tokens, count) - before, version)
-        before = min(tokens, count)
-    return versions
 
 
 async def _restored(world: World, reading: Reading, limit: int) -> AsyncIterator[Chunk]:
@@ -388,7 +326,8 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     operators.append(asyncio.ensure_future(hold_and_commit(world.engine, world.engine.config.seed or 0)))
     if world.adapters is not None:
         operators.append(asyncio.ensure_future(world.adapters.operate(world.engine)))
-    async with asyncio.TaskGroup() as group:
+    # Operators go on for ever, so a request that hangs is no deadlock of the loop.
+    async with asyncio.timeout(_LONGEST), asyncio.TaskGroup() as group:
         for number in range(lifetimes):
             group.create_task(lifetime(world, number))
     for operator in operators:
@@ -408,6 +347,8 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
         await settle(world.engine)
         assert world.steering is None or not world.steering.asking, "a coroutine goes on for nobody"
     await world.engine.aclose()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not others, f"tasks go on for nobody: {others}"
     return checker
 
 
@@ -456,7 +397,8 @@ def simulate(
 def main() -> None:
     """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes. With ``--diffusion``,
     of a diffusion model; with ``--stores``, of engines that find most of what they forget in a store; with
-    ``--steered``, of requests with logits processors."""
+    ``--steered``, of requests with logits processors; with ``--branches``, of streams that are forked, rewound
+    and injected into."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lifetimes", type=int, default=100_000)
     parser.add_argument("--per-world", type=int, default=80)
@@ -464,6 +406,7 @@ def main() -> None:
     parser.add_argument("--diffusion", action="store_true")
     parser.add_argument("--stores", action="store_true")
     parser.add_argument("--steered", action="store_true")
+    parser.add_argument("--branches", action="store_true")
     options = parser.parse_args()
     started = time.perf_counter()
     counts: Counter[str] = Counter()
@@ -476,19 +419,22 @@ def main() -> None:
         make = with_store(make)
     if options.steered:
         make = with_processors(make)
+    if options.branches:
+        make = with_branches(make)
     for seed in range(options.first_seed, options.first_seed + worlds):
         world, checker = simulate(seed, options.per_world, make=make)
         counts += world.counts
         totals += checker.totals()
         moved = world.engine._core.scheduler.memory.transfers
         pages.update(loaded=moved.arrived, missed=moved.failed, stored=moved.stored)
-        steered.update({} if world.steering is None else world.steering.counts)
+        for part in (world.steering, world.branching):
+            steered.update({} if part is None else part.counts)
     seconds = time.perf_counter() - started
     print(f"{counts.total()} lifetimes in {worlds} worlds, {seconds:.1f} s: every law held")
     print(dict(counts.most_common()))
     print(dict(totals.most_common()))
     print("pages:", dict(pages))
-    print("processors:", dict(steered))
+    print("processors and branches:", dict(steered))
 
 
 if __name__ == "__main__":

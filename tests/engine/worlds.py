@@ -18,7 +18,9 @@ from aioinfer.pooling import KINDS, Pooling
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher
 from tests.engine.adapting import Adapting
+from tests.engine.branches import Branching
 from tests.engine.processors import Steering, Written, written
+from tests.engine.reading import Injected
 from tests.engine.stores import FlakyStore
 from tests.speculation.drafters import KINDS as DRAFTERS
 from tests.speculation.drafters import Guesser
@@ -51,6 +53,9 @@ class Claim:
     pooling: Pooling | None = None
     #: its processors or its grammar have ended it: "processor", "grammar"
     failed: str | None = None
+    #: what it was given of its output, and how many of these tokens another stream has written
+    begun: list[int] = field(default_factory=list)
+    kept: int = 0
 
 
 @dataclass
@@ -83,14 +88,12 @@ class World:
     forgetting: float | None = None
     #: what steers the streams; None: nothing does
     steering: Steering | None = None
+    #: forks, rewinds and injections; None: there are none
+    branching: Branching | None = None
 
 
 #: policy, admission, mixed, prefix cache
 COMBINATIONS = list(itertools.product(policy_names(), ("fifo", "pack"), (True, False), (True, False)))
-
-
-class Injected(RuntimeError):
-    """What an injected fault raises."""
 
 
 class Faults:
@@ -253,6 +256,17 @@ def with_processors(make: Callable[..., World]) -> Callable[..., World]:
     return made
 
 
+def with_branches(make: Callable[..., World]) -> Callable[..., World]:
+    """The same worlds, in which most streams are forked, rewound and injected into."""
+
+    def made(seed: int, *arguments: Any) -> World:
+        world = make(seed, *arguments)
+        world.branching = Branching(random.Random(seed + 12))
+        return world
+
+    return made
+
+
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
     """Settings of speculation, and a drafter in place of the config's in most engines."""
     drafter = Guesser(rng.choice(DRAFTERS), rng, VOCAB) if rng.random() < 0.8 else None
@@ -312,9 +326,10 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
 
 def expected(world: World, claim: Claim, generate: Callable[..., Written]) -> Written:
     """What weights of all versions of a claim have written one after the other."""
-    found = Written([])
+    begun = len(claim.begun)
+    found = Written(claim.begun, {*range(claim.kept, begun)})
     for version in [each for _, each in claim.versions] or [0]:
-        count = sum(count for count, before in claim.versions if before < version)
+        count = begun + sum(count for count, before in claim.versions if before < version)
         forced = {at for at in found.forced if at < count}
         limit = world.engine.info.max_model_len
         found = generate(claim, limit, weights=version, begun=found.ids[:count])
@@ -350,7 +365,8 @@ def verify_claim(claim: Claim, found: Written) -> None:
     for at, logprob in enumerate(result.logprobs or ()):
         token = result.token_ids[at]
         certain = TokenLogprob(token, 0.0, ())
-        assert logprob == (certain if at in found.forced else toy_logprob(start + at, token)), claim
+        right = [certain if at in found.forced else toy_logprob(start + at, token)]
+        assert logprob in right or (at < claim.kept and logprob == certain), claim
     for at, scored in enumerate((result.prompt_logprobs or ())[1:], 1):
         wanted = toy_logprob(at, result.prompt_token_ids[at])
         assert scored == (None if at < params.logprob_start_len else wanted)
