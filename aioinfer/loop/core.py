@@ -258,7 +258,7 @@ class Core:
             output,
             stop_ids=self.checks.stop_ids(params),
             max_length=max_length,
-            place=queued or (self._arrivals + request.queue_behind, self._next_key),
+            place=(*(queued or (self._arrivals + request.queue_behind,)), self._next_key),
             namespace=Namespace(request.cache_salt or "", 0 if adapter is None else adapter.uid),
             adapter=adapter,
             text=text,

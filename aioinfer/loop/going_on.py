@@ -62,7 +62,7 @@ class _Branch:
     #: tokens and characters that the reader has, as far as these are kept; None: all that is kept
     read: tuple[int, int] | None = None
     #: its place in the queue; None: a new one
-    queued: tuple[int, int] | None = None
+    queued: tuple[int, ...] | None = None
     #: its prompt as a key of the prefix cache, if somebody has that
     prompt_key: bytes | None = None
 
@@ -169,7 +169,7 @@ class GoingOn(Service[_Opened]):
         prefix cache, if it is known."""
 
     @abstractmethod
-    def _place(self, opened: _Opened) -> tuple[int, int]:
+    def _place(self, opened: _Opened) -> tuple[int, ...]:
         """The place of a request in the queue."""
 
     @abstractmethod

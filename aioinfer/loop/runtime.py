@@ -161,9 +161,9 @@ class Runtime(GoingOn[_Open]):
         self.core.commit(opened.sequence)
         return opened.sequence.token_key(0, len(cell.output.prompt_ids))
 
-    def _place(self, opened: _Open) -> tuple[int, int]:
+    def _place(self, opened: _Open) -> tuple[int, ...]:
         assert opened.sequence is not None
-        return opened.sequence.place
+        return opened.sequence.place[:2]  # the same for what it is now and for what it was before
 
     def _swap(self, opened: _Open, output: Output) -> None:
         sequence, adapter = opened.sequence, opened.adapter

@@ -135,7 +135,7 @@ class Dispatching(Sending):
     def _share(self, cell: StreamCell) -> bytes | None:
         """None: the replica that has the prefix shares it when its prompt is computed, or when it ends."""
 
-    def _place(self, record: Record) -> tuple[int, int]:
+    def _place(self, record: Record) -> tuple[int, ...]:
         return record.place
 
     def _swap(self, record: Record, output: Output) -> None:

@@ -59,7 +59,7 @@ class Record(OpenRequest):
         super().__init__(cell)
         request = cell.output.request
         #: its place in the order of arrival
-        self.place = (0, 0)
+        self.place: tuple[int, ...] = (0, 0)
         #: its place in the dispatcher's queue, while it is there
         self.queued: tuple[int, ...] | None = None
         #: the role of the replicas that it is for, while it is there

@@ -109,7 +109,7 @@ class Sequence:
         *,
         stop_ids: frozenset[int],
         max_length: int,
-        place: tuple[int, int] | None = None,
+        place: tuple[int, ...] | None = None,
         namespace: Namespace = COMMON,
         adapter: AdapterVersion | None = None,
         text: OutputText | None = None,

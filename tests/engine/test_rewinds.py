@@ -38,6 +38,24 @@ async def test_a_rewound_stream_writes_the_same_again(make_engine: MakeEngine) -
         await settle(engine)
 
 
+async def test_the_request_before_is_not_taken_for_the_one_that_has_its_place(
+    make_engine: MakeEngine,
+) -> None:
+    async with make_engine() as engine:
+        await engine.pause()
+        stream = engine.generate(PROMPT, GREEDY)
+        await asyncio.sleep(0)
+        later = engine.generate(PROMPT, GREEDY)
+        waiting = engine._core.scheduler.queues.waiting
+        first, second = waiting
+        stream.inject([5])
+        again, other = waiting
+        assert (again.output_ids, other) == ([5], second)
+        assert first not in waiting
+        engine.resume()
+        await asyncio.gather(stream, later)
+
+
 async def test_what_is_injected_is_delivered_and_what_was_unread_is_not(make_engine: MakeEngine) -> None:
     async with make_engine(num_pages=128) as engine:
         stream = engine.generate(PROMPT, LONG)

@@ -55,7 +55,7 @@ class Slack(Policy):
         self._due: SortedDict = SortedDict()
         self._others: SortedDict = SortedDict()
         #: the keys in the first of them, by request
-        self._starts: dict[int, tuple[float, tuple[int, int]]] = {}
+        self._starts: dict[int, tuple[float, tuple[int, ...]]] = {}
         #: the requests that run, with what was expected of them
         self._running: dict[int, tuple[Sequence, _Due, float]] = {}
         #: seconds of a token, as a multiple of those of a step: drafts and blocks have several in one
