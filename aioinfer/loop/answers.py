@@ -103,7 +103,10 @@ class Answers:
             return
         del self._tasks[sequence]
         answer, state = None, sequence.steering
-        if not forced and state is not None and state.question is question:
+        if state is None or state.question is not question:  # asked about logits of earlier weights
+            if sequence.params.prompt_logprobs is not None:
+                forced = []  # these may end it, and its prompt is to be scored again before
+        elif not forced:
             answer = Answer(len(question.ids), question.logits)
         try:
             self._settle(sequence, forced, answer)

@@ -232,6 +232,25 @@ async def test_an_answer_to_logits_of_earlier_weights_is_not_used(make_engine: M
         assert (await stream).token_ids == toy_generate(PROMPT, asked(), weights=1)
 
 
+async def test_a_prompt_is_scored_again_before_an_answer_ends_its_output(make_engine: MakeEngine) -> None:
+    begun, answered = asyncio.Event(), asyncio.Event()
+
+    async def waiting(ids: Any, logits: Any) -> list[int]:
+        begun.set()
+        await answered.wait()
+        return [9]
+
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, asked(waiting, max_tokens=1, prompt_logprobs=0))
+        await begun.wait()
+        await engine.update_weights({"weights": 1})
+        answered.set()
+        result = await stream
+    assert result.token_ids == [9]
+    assert result.prompt_logprobs is not None
+    assert len(result.prompt_logprobs) == len(PROMPT)
+
+
 async def test_a_coroutine_runs_in_the_context_of_its_caller(make_engine: MakeEngine) -> None:
     who = contextvars.ContextVar("who", default="nobody")
     seen: set[str] = set()
