@@ -229,7 +229,7 @@ class Tree:
         self._counts["branches"] += n
         for number, child in enumerate(children):
             own = child.cell.output.request.params
-            seed = parent.params.seed + 1 if params is None else params.seed
+            seed = (parent.params.seed or 0) + 1 if params is None else params.seed or 0
             assert own.seed == seed + number
             reading = Reading(child, own, begun=[*output.token_ids[:kept], *ids], kept=kept)
             reading.ids, reading.weights = reading.begun[:kept], [0] * kept

@@ -44,7 +44,7 @@ class Eager(TransferRates):
 
 
 #: virtual seconds in which all lifetimes have ended
-_LONGEST = 1000.0
+_LONGEST = 300.0
 #: what readers do who wait for nothing
 _IMPATIENT = ("cancel", "timeout", "never", "drop")
 
@@ -397,8 +397,8 @@ def simulate(
 def main() -> None:
     """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes. With ``--diffusion``,
     of a diffusion model; with ``--stores``, of engines that find most of what they forget in a store; with
-    ``--steered``, of requests with logits processors; with ``--branches``, of streams that are forked, rewound
-    and injected into."""
+    ``--steered``, of requests with logits processors; with ``--branches``, of streams that are forked,
+    rewound and injected into."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lifetimes", type=int, default=100_000)
     parser.add_argument("--per-world", type=int, default=80)

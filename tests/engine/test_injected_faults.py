@@ -29,8 +29,8 @@ from aioinfer.scheduling.audit import audit
 from aioinfer.testing import VirtualLoop
 from tests.counting import no_collection
 from tests.engine.block_worlds import make_block_world
-from tests.engine.simulation import settle
 from tests.engine.reading import Injected
+from tests.engine.simulation import settle
 from tests.engine.worlds import VOCAB, Claim, World, make_world
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 

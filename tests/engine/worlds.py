@@ -375,7 +375,7 @@ def verify_claim(claim: Claim, found: Written) -> None:
             *(claim.prompt, claim.pooling), adapter=claim.adapter, weights=result.weight_version
         )
         assert (result.pooled == pooled).all()
-    assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
+    assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start, (claim, found)
 
 
 def verify_ids(claim: Claim, ids: list[int]) -> None:
