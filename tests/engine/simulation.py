@@ -408,6 +408,8 @@ def main() -> None:
     parser.add_argument("--steered", action="store_true")
     parser.add_argument("--branches", action="store_true")
     options = parser.parse_args()
+    if options.diffusion and (options.steered or options.branches):
+        parser.error("--diffusion has no oracle for processors and branches")
     started = time.perf_counter()
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
