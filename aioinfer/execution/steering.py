@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
 from aioinfer.sampling.outcomes import ASKED, BAD_PROCESSOR, DEFERRED, FORCED
-from aioinfer.steering.processors import Ids, Logits, LogitsProcessor
+from aioinfer.steering.processors import Forced, Ids, Logits, LogitsProcessor
 from aioinfer.steering.state import SteeringState, checked
 
 __all__ = ["Steered", "SteeredRow", "advance", "awake", "decide", "steer"]
@@ -115,16 +115,18 @@ def steer(
                 ids = state.ids(row.drafts[:offset])
                 positions.append(_Position(row, offset, ids, lines[row.at + offset]))
     _decide_all(positions, patience, found)
+    # Nothing is sampled behind the drafts of a row that samples nothing itself.
+    found.usable |= dict.fromkeys(found.outcomes, 1)
     return found
 
 
 def _decide_all(positions: Sequence[_Position], patience: float, found: Steered) -> None:
     batches: dict[int, tuple[_Decide, list[_Position]]] = {}
     for each in positions:
-        processors = each.row.state.processors
-        batch = getattr(processors[0], "batch", None) if len(processors) == 1 else None
-        if callable(batch):
-            batches.setdefault(id(processors[0]), (partial(_together, batch), []))[1].append(each)
+        state = each.row.state
+        if state.batch is not None:
+            key = id(state.processors[0])
+            batches.setdefault(key, (partial(_together, state.batch), []))[1].append(each)
         else:
             _settle([each], _singly, patience, found)
     for call, members in batches.values():
@@ -143,13 +145,13 @@ def _singly(positions: Sequence[_Position]) -> Sequence[Any]:
     ]
 
 
-def decide(processors: Sequence[LogitsProcessor], ids: Ids, logits: Logits) -> Any:
-    """What plain processors force, the first that does; None: nothing."""
+def decide(processors: Sequence[LogitsProcessor], ids: Ids, logits: Logits) -> list[int]:
+    """What plain processors force, the first that does; perhaps nothing. Raises what they do, and as
+    :func:`~aioinfer.steering.state.checked`."""
     for each in processors:
-        forced = each(ids, logits)
-        if forced is not None:
+        if forced := checked(cast("Forced", each(ids, logits)), len(logits)):
             return forced
-    return None
+    return []
 
 
 def _settle(positions: Sequence[_Position], call: _Decide, patience: float, found: Steered) -> None:
@@ -160,6 +162,9 @@ def _settle(positions: Sequence[_Position], call: _Decide, patience: float, foun
         decisions = [checked(forced, len(positions[0].logits)) for forced in call(positions)]
         if len(decisions) != len(positions):
             raise ValueError(f"{len(decisions)} decisions of a logits processor for {len(positions)} rows")
+        for each in positions:
+            if not each.offset:
+                each.row.state.rest()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # panics of libraries in Rust are no Exceptions
@@ -170,8 +175,6 @@ def _settle(positions: Sequence[_Position], call: _Decide, patience: float, foun
     for each, was_whole, forced in zip(positions, whole, decisions, strict=True):
         row = each.row
         row.state.late = row.state.late or slow
-        if not each.offset:
-            row.state.rest()
         if forced and each.offset:
             _cut(each, found)
         elif forced:

@@ -98,10 +98,11 @@ class Answers:
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the request has ended
-            del self._tasks[sequence]
-            self._end(sequence, ProcessorFailed.because(error))
+            if self._tasks.pop(sequence, None) is not None:
+                self._end(sequence, ProcessorFailed.because(error))
             return
-        del self._tasks[sequence]
+        if self._tasks.pop(sequence, None) is None:
+            return  # the request has ended, and its processors have not minded
         answer, state = None, sequence.steering
         if state is None or state.question is not question:  # asked about logits of earlier weights
             if sequence.params.prompt_logprobs is not None:
@@ -136,7 +137,7 @@ class Answers:
                 sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
             self._core.texts.advanced(sequence, self._core.clock())
         queues.unpark(sequence, ParkedFor.ANSWER)
-        if forced:
+        if forced and not sequence.output.text_behind:
             self._updated(sequence)
 
     async def _decide(self, steering: SteeringState, question: Question) -> list[int]:

@@ -248,6 +248,8 @@ class Driver:
         flights, resolved = self._flights, False
         if not self._stopping:
             self._report_ended()  # an update of the weights has ended them: perhaps nothing is planned now
+            if self._core.texts.behind:
+                self._catch_up_soon()  # of tokens that no step has brought: logits processors wrote them
         while not (self._stopping or self._waits_for_step):
             if resolved and self._launcher.blocking:
                 # Launching would compute the next step: first what this one brought about.

@@ -226,11 +226,14 @@ class Speculation:
         return ids
 
     def _undrawn(self, sequence: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
-        """Drafts of a draft model, if it can make any now: masks would have to know them."""
+        """Drafts of a draft model, if it can make any now: masks and logits processors would have to know
+        them."""
         drafting.computed -= drafting.computed % self.draft_unit
         missing = start - drafting.computed
         most = min(most, self._length - start)
         if sequence.grammar is not None or start > sequence.known or most <= 0:
+            return ()
+        if sequence.steering is not None and start + 1 + most >= sequence.steering.idle_until:
             return ()
         if missing > self._catch_up:
             self._behind = self._behind or sequence

@@ -13,8 +13,8 @@ Both arrays are valid until it returns; ``torch.from_numpy(logits)`` shares the 
 
 It must be a function of its arguments: it can be called several times for a position, for drafts that turn
 out wrong and after a step that failed. One with a state has the methods of :class:`Stateful` as well. One
-with a method ``batch`` is called once in a step for all rows that have the same object, if it is the only
-one of theirs::
+with a method ``batch`` and without a state is called once in a step for all rows that have the same object,
+if it is the only one of theirs::
 
     def batch(self, ids: list[NDArray], logits: list[NDArray]) -> list[Sequence[int] | None]: ...
 

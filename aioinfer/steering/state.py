@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any, NamedTuple, cast
 
@@ -44,13 +44,14 @@ class SteeringState:
         failed: what a processor raised.
         idle_until: the next position at which they may decide something.
         late: its processors are not called in a step: they are coroutines, or slow.
+        batch: of its only processor, which has no state: decides for all rows that have it.
         question: for the loop, of the row that waits.
         answer: for the next row.
     """
 
     __slots__ = (
         *("_accepted", "_count", "_drowsy", "_ids", "_origin", "_prompt_length", "_stateful", "processors"),
-        *("answer", "failed", "idle_until", "late", "question", "unsampled"),
+        *("answer", "batch", "failed", "idle_until", "late", "question", "unsampled"),
     )
 
     def __init__(
@@ -61,24 +62,33 @@ class SteeringState:
         *,
         late: bool | None = None,
     ) -> None:
-        """``processors`` are copied where they have a state, which is that of an empty output."""
-        self._origin = tuple(processors)
+        """``processors`` are copied where they have a state, which is that of an empty output. What they
+        raise meanwhile ends the request at its next position."""
+        self._origin = self.processors = tuple(processors)
         self._stateful = [isinstance(each, Stateful) for each in processors]
-        self.processors = self._copies(self._origin)
         self._prompt_length = self._accepted = len(prompt_ids)
         self._count = len(prompt_ids) + len(output_ids)
         self._ids = np.empty(self._count + _ROOM, np.int64)
         self._ids[: self._accepted] = prompt_ids
         self._ids[self._accepted : self._count] = output_ids
         self.late = any(map(waits, processors)) if late is None else late
-        #: all of them say how long they are idle
-        self._drowsy = all(hasattr(each, "idle") for each in processors)
         self.idle_until = self._prompt_length
-        self.rest()
-        self.unsampled = False
+        self.batch: Callable[[list[Ids], list[Logits]], Sequence[Any]] | None = None
+        self.unsampled = self._drowsy = False
         self.failed: BaseException | None = None
         self.question: Question | None = None
         self.answer: Answer | None = None
+        try:
+            self.processors = self._copies(self._origin)
+            if len(processors) == 1 and not self._stateful[0]:
+                self.batch = getattr(processors[0], "batch", None)
+            #: all of them say how long they are idle
+            self._drowsy = all(hasattr(each, "idle") for each in processors)
+            self.rest()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
+            self.failed = error
 
     def restarted(self, output_ids: Sequence[int]) -> SteeringState:
         """Another state for the same output, of which only ``output_ids`` are left. This one may still be in

@@ -298,15 +298,15 @@ class TokenDecoding:
         processors, sampling = self.sampler.logits_processors, _sampling_batch(work, parts, transfer)
         if len(parts["bias_rows"]):
             processors.add_biases_(logits, parts["bias_rows"], parts["bias_ids"], parts["bias_bits"])
-        if work.sampling.allowed is not None:
-            rows, masks = work.sampling.allowed
-            processors.apply_masks_(logits, transfer.send(rows), transfer.send(masks))
         held = _Holding()
         steered = awake(work.steered) if work.steered else []
         if work.grammars or steered:
             transfer.await_last_result()
             held = self._hold(logits, work, steered, transfer)
             masked = now()
+        if work.sampling.allowed is not None:
+            rows, masks = work.sampling.allowed
+            processors.apply_masks_(logits, transfer.send(rows), transfer.send(masks))
         last = sampling.slots
         if work.drafts is None:
             tokens = self.sampler.sample(logits, sampling)
