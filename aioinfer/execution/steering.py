@@ -64,9 +64,13 @@ class _Position(NamedTuple):
 
 
 def awake(rows: Sequence[SteeredRow]) -> list[SteeredRow]:
-    """Those whose processors may decide something, or that have no input."""
+    """Those whose processors may decide something or have decided it late, or that have no input."""
     return [
-        row for row in rows if row.state.unsampled or row.position + len(row.drafts) >= row.state.idle_until
+        row
+        for row in rows
+        if row.position + len(row.drafts) >= row.state.idle_until
+        or row.state.unsampled
+        or row.state.answer is not None
     ]
 
 

@@ -124,6 +124,9 @@ class Answers:
         queues, steering = self._core.scheduler.queues, sequence.steering
         assert steering is not None
         steering.question, steering.answer = None, answer
+        if sequence.finished:
+            return  # only its text is behind
+        changed: Sequence[ModelSequence] = ()
         if forced:
             steering.extend(forced)
             computed = sequence.known
@@ -131,14 +134,16 @@ class Answers:
             queues.rewind(sequence, min(computed, sequence.known - 1))
             if ended is not None:
                 queues.finish(sequence, ended)
+            changed = self._core.scheduler.budgets.charge([sequence])
             if sequence.params.logprobs is not None:
                 complete_logprobs(sequence)
             if sequence.grammar is not None:
                 sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
-            self._core.texts.advanced(sequence, self._core.clock())
+            self._core.texts.all_advanced(changed, self._core.clock())
         queues.unpark(sequence, ParkedFor.ANSWER)
-        if forced and not sequence.output.text_behind:
-            self._updated(sequence)
+        for each in changed:
+            if not each.output.text_behind:
+                self._updated(each)
 
     async def _decide(self, steering: SteeringState, question: Question) -> list[int]:
         """What the processors force; they change the logits of the question in place."""
@@ -150,6 +155,7 @@ class Answers:
                 forced = await self._intake.work_out(each, question.ids, question.logits)
             if tokens := checked(forced, len(question.logits)):
                 return tokens
+        steering.rest()
         if not steering.coroutines and time.monotonic() - began < self._patience:
             steering.late = False
         return []

@@ -131,11 +131,10 @@ class SteeringState:
 
     def at(self, drafts: Sequence[int]) -> tuple[LogitsProcessor, ...]:
         """The processors behind the tokens so far, or as they would be behind ``drafts``, too."""
-        if not any(self._stateful):
-            return self.processors
-        self._accept(self.processors, self._ids[self._accepted : self._count].tolist())
+        if any(self._stateful):
+            self._accept(self.processors, self._ids[self._accepted : self._count].tolist())
         self._accepted = self._count
-        if not drafts:
+        if not (drafts and any(self._stateful)):
             return self.processors
         copies = self._copies(self.processors)
         self._accept(copies, drafts)
@@ -143,7 +142,9 @@ class SteeringState:
 
     def ask(self, logits: Logits) -> None:
         """Leave the decision of this position to the loop."""
-        self.question = Question(self.ids().copy(), logits.copy())
+        ids = self.ids().copy()
+        ids.flags.writeable = False
+        self.question = Question(ids, logits.copy())
 
     def forget(self) -> None:
         """What was asked or answered is of no use: other weights compute the logits of this position."""

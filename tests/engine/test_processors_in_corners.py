@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import pytest
 
-from aioinfer import EngineConfig, ProcessorFailed, SamplingParams
+from aioinfer import EngineConfig, ProcessorFailed, SamplingParams, TokenBudget
 from aioinfer.engine import Engine
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.params import Grammar
@@ -35,6 +35,59 @@ async def test_tokens_written_by_a_coroutine_are_searched_for_stops(
         await settle(engine)
     assert result.token_ids == [7] * most
     assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("tokens", [5, 30, 45])
+@pytest.mark.parametrize("stop_regex", [(), ("[A-Z]{5}nothing",)])
+async def test_tokens_written_by_a_coroutine_count_in_a_budget(
+    make_engine: MakeEngine, tokens: int, stop_regex: Sequence[str]
+) -> None:
+    budget = TokenBudget(tokens)
+    params = asked(write, max_tokens=60, stop_regex=stop_regex)
+    async with make_engine() as engine:
+        streams = [engine.generate(PROMPT, params, budget=budget) for _ in range(2)]
+        results = await asyncio.gather(*streams)
+        await settle(engine)
+    assert sum(len(each.token_ids) for each in results) == tokens
+    assert {each.finish_reason for each in results} == {"length"}
+    assert budget.left == 0
+
+
+async def test_nobody_changes_the_tokens_that_a_coroutine_is_shown(make_engine: MakeEngine) -> None:
+    async def look(ids: Any, logits: Any) -> None:
+        ids[0] = 3
+
+    async with make_engine() as engine:
+        with pytest.raises(ProcessorFailed):
+            await engine.generate(PROMPT, asked(look))
+
+
+class Drowsy:
+    """Is idle for five tokens behind each call."""
+
+    idle = 5
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, ids: Any, logits: Any) -> Any:
+        self.seen.append(len(ids) - len(PROMPT))
+        next_one(ids, logits)
+
+
+class DrowsyLater(Drowsy):
+    async def __call__(self, ids: Any, logits: Any) -> None:
+        super().__call__(ids, logits)
+
+
+@pytest.mark.parametrize("kind", [Drowsy, DrowsyLater])
+async def test_one_that_is_idle_is_not_called(make_engine: MakeEngine, kind: type[Drowsy]) -> None:
+    processor = kind()
+    async with make_engine() as engine:
+        result = await engine.generate(PROMPT, asked(processor))
+    assert processor.seen == [5, 10, 15, 20]
+    assert result.token_ids[:5] == wanted(asked())[:5]
+    assert result.token_ids[:6] != wanted(asked())[:6]
 
 
 async def test_an_empty_list_decides_nothing(make_engine: MakeEngine) -> None:
@@ -202,16 +255,24 @@ async def test_drafts_change_nothing_beside_processors(
     found = []
     for drafter in ("off", speculation):
         config = EngineConfig(
-            **{"dtype": "float32", "threads": 1, "speculation": drafter, "adaptive_drafts": False},
+            dtype="float32",
+            threads=1,
+            speculation=drafter,
+            adaptive_drafts=False,
             grammar_patience=1e-9 if what == "slow" and drafter != "off" else 10.0,
         )
         async with Engine(config) as engine:
             assert engine.tokenizer is not None
             letters = engine.tokenizer.encode_part("abc")[:2]
             params = SamplingParams(
-                **{"temperature": 0, "max_tokens": 60, "ignore_eos": grammar is None, "logprobs": 1},
-                logits_processors=(processor,), grammar=grammar, repetition_penalty=penalty,
-            )  # fmt: skip
+                temperature=0,
+                max_tokens=60,
+                ignore_eos=grammar is None,
+                logprobs=1,
+                logits_processors=(processor,),
+                grammar=grammar,
+                repetition_penalty=penalty,
+            )
             if found and speculation == "lookup":
                 params = params.changed(prediction=tuple(found[0].token_ids))
             found.append(await engine.generate("ab ab ab ab ab ab", params))
