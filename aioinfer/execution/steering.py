@@ -105,6 +105,9 @@ def steer(
             state.failed = RuntimeError(f"logits processors are at {state.position}, not {row.position}")
         if state.failed is not None:
             found.outcomes[row.at] = BAD_PROCESSOR
+        elif not np.isfinite(lines[row.at].max()):
+            state.unsampled = False  # the model has failed, which sampling finds out
+            found.usable[row.at] = 1
         elif (answer := state.answer) is not None and answer.position == row.position:
             lines[row.at][:] = answer.logits
             state.answer, state.unsampled = None, False
@@ -116,8 +119,11 @@ def steer(
             state.unsampled = False
             last = min(len(row.drafts), usable.get(row.at, len(row.drafts) + 1) - 1)
             for offset in range(last + 1):
-                ids = state.ids(row.drafts[:offset])
-                positions.append(_Position(row, offset, ids, lines[row.at + offset]))
+                ids, line = state.ids(row.drafts[:offset]), lines[row.at + offset]
+                if offset and not np.isfinite(line.max()):
+                    found.usable[row.at] = offset
+                    break
+                positions.append(_Position(row, offset, ids, line))
     _decide_all(positions, patience, found)
     # Nothing is sampled behind the drafts of a row that samples nothing itself.
     found.usable |= dict.fromkeys(found.outcomes, 1)
@@ -160,7 +166,6 @@ def decide(processors: Sequence[LogitsProcessor], ids: Ids, logits: Logits) -> l
 
 def _settle(positions: Sequence[_Position], call: _Decide, patience: float, found: Steered) -> None:
     """Note what processors decide of positions, or raise."""
-    whole = [np.isfinite(each.logits.max()) for each in positions]
     began = time.monotonic()
     try:
         decisions = [checked(forced, len(positions[0].logits)) for forced in call(positions)]
@@ -176,7 +181,7 @@ def _settle(positions: Sequence[_Position], call: _Decide, patience: float, foun
             _fail(each, error, found)
         return
     slow = time.monotonic() - began > patience * len(positions)
-    for each, was_whole, forced in zip(positions, whole, decisions, strict=True):
+    for each, forced in zip(positions, decisions, strict=True):
         row = each.row
         row.state.late = row.state.late or slow
         if forced and each.offset:
@@ -184,7 +189,7 @@ def _settle(positions: Sequence[_Position], call: _Decide, patience: float, foun
         elif forced:
             found.outcomes[row.at], found.forced[row.at] = FORCED, forced
             row.state.unsampled = True
-        elif was_whole and not np.isfinite(each.logits.max()):
+        elif not np.isfinite(each.logits.max()):
             _fail(each, ValueError("a logits processor left no finite maximum of the logits"), found)
 
 

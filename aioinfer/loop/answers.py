@@ -66,7 +66,8 @@ class Answers:
             steering = sequence.steering
             if sequence.finished or steering is None or steering.question is None:
                 continue
-            self._tasks[sequence] = asyncio.get_running_loop().create_task(
+            # Not by the loop's task factory, which may begin with it at once.
+            self._tasks[sequence] = asyncio.Task(
                 self._answer(sequence, steering, steering.question),
                 name="aioinfer-processors",
                 context=sequence.consumer.context,

@@ -80,6 +80,22 @@ async def test_a_prompt_of_which_nothing_is_sampled_fails_as_others_do(
         assert (await engine.generate(GOOD, SHORT)).usage.completion_tokens == 5
 
 
+async def nothing_later(ids: Any, logits: Any) -> None:
+    """A logits processor."""
+
+
+def hiding(ids: Any, logits: Any) -> None:
+    logits[:] = 0.0
+
+
+@pytest.mark.parametrize("processor", [nothing_later, hiding, lambda ids, logits: [5]])
+async def test_no_logits_processor_is_asked_about_it(poisoned: Callable[[str], Path], processor: Any) -> None:
+    async with engine_of(poisoned("qwen3")) as engine:
+        with pytest.raises(StepFailed, match="no finite"):
+            await engine.generate([*GOOD, POISON, 9], replace(SHORT, logits_processors=[processor]))
+        await settle(engine)
+
+
 @pytest.mark.parametrize("length", [24, 90], ids=str)
 @pytest.mark.parametrize("output", [0, 5], ids=str)
 @pytest.mark.parametrize(

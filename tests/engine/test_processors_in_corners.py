@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -281,3 +282,14 @@ async def test_drafts_change_nothing_beside_processors(
     for one, other in zip(found[0].logprobs, found[1].logprobs, strict=True):
         assert one.token_id == other.token_id
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="its loops have no eager tasks")
+async def test_coroutines_of_a_loop_that_begins_tasks_at_once(make_engine: MakeEngine) -> None:
+    async def write_one(ids: Any, logits: Any) -> list[int]:
+        return [7]
+
+    factory = asyncio.eager_task_factory  # type: ignore[attr-defined]
+    asyncio.get_running_loop().set_task_factory(factory)
+    async with make_engine() as engine:
+        assert (await engine.generate(PROMPT, asked(write_one))).token_ids == [7] * 24
