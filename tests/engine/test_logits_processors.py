@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import functools
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioinfer import EngineConfig, InvalidRequest, ProcessorFailed, SamplingParams, errors
+from aioinfer import Cancelled, EngineConfig, InvalidRequest, ProcessorFailed, SamplingParams, errors
 from aioinfer.engine import Engine
 from aioinfer.params import Grammar
 from tests.engine.asking import SCHEMA, bundled_requests
@@ -341,6 +343,40 @@ async def test_leaving_a_stream_ends_what_its_coroutine_does(make_engine: MakeEn
     assert left == ["cancelled", "cancelled"]
     with pytest.raises(errors.EngineClosed):
         await stream
+
+
+@pytest.mark.parametrize("how", ["close", "fail", "inject", "go on"])
+async def test_a_coroutine_may_end_or_rewrite_its_own_stream(make_engine: MakeEngine, how: str) -> None:
+    told: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    calls = 0
+
+    async def once(ids: Any, logits: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls != 4:
+            return
+        if how == "inject":
+            stream.inject([5], at=1)
+            return
+        stream.close()
+        if how == "fail":
+            raise ValueError("of no concern")
+        if how == "go on":
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    async with make_engine() as engine:
+        params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0, logits_processors=[once])
+        stream = engine.generate(PROMPT, params)
+        if how == "inject":
+            assert (await stream).token_ids[1] == 5
+        else:
+            with pytest.raises(Cancelled):
+                await stream
+        await settle(engine)
+    gc.collect()
+    assert not told
 
 
 async def test_slow_processors_go_to_a_thread_and_come_back(make_engine: MakeEngine) -> None:
