@@ -161,7 +161,8 @@ class Stream(Awaited[Result]):
             params: by default those of this stream. What ``generate`` would take from the model, where it is
                 not set, is taken from this stream. ``max_tokens`` counts the whole output. The seeds follow
                 ``params.seed`` as those of choices do; without one, the first is this stream's and 1.
-            options: those of ``generate``; by default this stream's, but ``request_id``.
+            options: those of ``generate``; by default this stream's, but ``request_id``, with what is left of
+                its ``deadline``.
 
         Raises:
             InvalidRequest: an argument is bad, or does not agree with what is kept. What only the text of

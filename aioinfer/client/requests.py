@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +15,18 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.chats import ChatStream
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
-from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, pooling_params
+from aioinfer.loop.options import (
+    Prompt,
+    PromptForm,
+    PromptSource,
+    check_chat,
+    pooling_params,
+    seconds_left,
+)
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.pooling import Pooling
-from aioinfer.request import SOON, JobOptions, Request, RequestOptions
+from aioinfer.request import JobOptions, Request, RequestOptions
 from aioinfer.resuming.record import StreamCheckpoint, options_of
 from aioinfer.stream import Stream
 
@@ -192,7 +198,7 @@ class Requests(ABC):
         for name in _CONFIGURED:
             if given.get(name) is None:
                 given[name] = getattr(self.config, name)
-        given["deadline"] = _seconds_left(given.get("deadline"))
+        given["deadline"] = seconds_left(given.get("deadline"))
         refuse_names("a request", given.keys() - _OPTIONS, "option")
         return Request(params=params, **given)
 
@@ -388,11 +394,3 @@ class Requests(ABC):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
         return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-def _seconds_left(deadline: float | asyncio.Timeout | None) -> float | None:
-    """A deadline as seconds from now; of what ``asyncio.timeout`` returned, until it cancels its block."""
-    if not isinstance(deadline, asyncio.Timeout):
-        return deadline
-    when = deadline.when()
-    return None if when is None else max(SOON, when - asyncio.get_running_loop().time())

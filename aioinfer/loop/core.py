@@ -279,7 +279,7 @@ class Core:
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
             drafts = DraftRequest(prompt, prediction, output.label or "")
             sequence.drafting = Drafting(drafts, self._usual_rates)
-        if request.deadline is not None and not sequence.output_ids:
+        if request.deadline is not None and not sequence.output_ids and queued is None:
             self._check_deadline(sequence)
         try:
             self.scheduler.submit(sequence)

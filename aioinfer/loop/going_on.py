@@ -19,7 +19,7 @@ from aioinfer.cells import Cut, StreamCell
 from aioinfer.errors import Cancelled, EngineError, InvalidRequest, RequestError, shown
 from aioinfer.inputs import check_ids, entries, plain
 from aioinfer.loop.opened import OpenRequest
-from aioinfer.loop.options import Prepared
+from aioinfer.loop.options import Prepared, seconds_left
 from aioinfer.loop.resumption import Resumption, replay, take, unknown_block
 from aioinfer.loop.service import Later, Service
 from aioinfer.loop.texts import output_text
@@ -97,7 +97,10 @@ class GoingOn(Service[_Opened]):
         if params is not None:
             kept = self._with_params(kept, inherited(params, output.request.params))
         begun = self._extended(kept, then, cut)
-        given: dict[str, Any] = {**output.request.options(), "request_id": None, "queue_behind": 0, **options}
+        given: dict[str, Any] = {**output.request.options(), "request_id": None, "queue_behind": 0}
+        now = self.clock()
+        given |= {"budget": output.request.budget, "deadline": output.deadline_left(now), **options}
+        given["deadline"] = seconds_left(given["deadline"])
         for name in _LIMITS:
             given[name] = getattr(output.request, name) if given[name] is None else given[name]
         behind, count = given.pop("queue_behind"), len(kept.token_ids)
@@ -116,7 +119,7 @@ class GoingOn(Service[_Opened]):
                 )
                 branch = _Branch(checkpoint, count, then, cut, prompt_key=key)
                 request = Request(params=own, queue_behind=behind + number, **given)
-                child = StreamCell(Output(request, self.clock()))
+                child = StreamCell(Output(request, now))
                 self._begin_branch(child, branch, self._at_once(branch, text))
                 streams.append(Stream(self, child))
         except BaseException:

@@ -5,6 +5,7 @@ Both are checked once, when the caller passes them in, as far as that needs no t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -14,6 +15,7 @@ from aioinfer.errors import InvalidRequest, shown
 from aioinfer.inputs import check_ids, freeze, plain
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import Pooling
+from aioinfer.request import SOON
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ __all__ = [
     "check_chat",
     "is_one",
     "pooling_params",
+    "seconds_left",
     "too_long",
 ]
 
@@ -428,3 +431,11 @@ def check_chat(params: SamplingParams, pooling: Pooling | None) -> None:
         raise InvalidRequest("pooling", "a chat generates an answer: use embed() or generate()")
     if params.max_tokens == 0:
         raise InvalidRequest("max_tokens", "must be a positive number: a chat generates an answer")
+
+
+def seconds_left(deadline: float | asyncio.Timeout | None) -> float | None:
+    """A deadline as seconds from now; of what ``asyncio.timeout`` returned, until it cancels its block."""
+    if not isinstance(deadline, asyncio.Timeout):
+        return deadline
+    when = deadline.when()
+    return None if when is None else max(SOON, when - asyncio.get_running_loop().time())

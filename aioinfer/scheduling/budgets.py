@@ -15,42 +15,39 @@ __all__ = ["Budgets"]
 class Budgets:
     """Counts their tokens after each step, and ends them. Of no cost while no request has a budget."""
 
-    __slots__ = ("_counted", "_queues")
+    __slots__ = ("_counts", "_queues")
 
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
-        #: by request, the tokens of its output that were counted
-        self._counted: dict[Sequence, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._counted)
+        #: some had one when it was counted last, or came since
+        self._counts = False
 
     def add(self, sequence: Sequence) -> None:
-        """A request with a budget is queued; what it begins with was counted before."""
-        self._counted[sequence] = len(sequence.output_ids)
+        """A request with a budget is queued."""
+        budget = sequence.request.budget
+        assert budget is not None
+        self._queues.sharing.setdefault(budget, {})[sequence] = None
+        self._counts = True
 
     def charge(self, changed: list[Sequence]) -> list[Sequence]:
-        """Count what a step brought, in the order of its rows. Returns the requests that changed, those that
-        end because others have used all tokens included."""
-        counted = self._counted
+        """Count what came of them, in this order. Returns the requests that changed, those that end because
+        others have used all tokens included. O(requests that change, and budgets)."""
+        if not self._counts:
+            return changed
         for sequence in changed:
-            budget, count = sequence.request.budget, len(sequence.output_ids)
-            if budget is None or sequence not in counted:
+            budget, count, before = sequence.request.budget, len(sequence.output_ids), sequence.counted
+            if budget is None or count <= before:
                 continue
-            budget.left -= count - counted[sequence]
-            counted[sequence] = count
+            budget.left -= count - before
+            sequence.counted = count
             if budget.left < 0:
                 self._end(sequence)
-                sequence.trim(count + budget.left)  # which gives these back
-        ended: list[Sequence] = []
-        for sequence in [*counted]:
-            budget = sequence.request.budget
-            assert budget is not None
-            if not sequence.finished and budget.left <= 0:
-                self._end(sequence)
-                ended.append(sequence)
-            if sequence.finished:
-                del counted[sequence]
+                sequence.trim(max(before, count + budget.left))  # which gives these back
+        sharing = self._queues.sharing
+        ended = [each for budget, those in sharing.items() if budget.left <= 0 for each in those]
+        for sequence in ended:
+            self._end(sequence)
+        self._counts = bool(sharing)
         return [*changed, *(each for each in ended if each not in changed)] if ended else changed
 
     def _end(self, sequence: Sequence) -> None:

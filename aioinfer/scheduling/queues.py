@@ -18,6 +18,7 @@ from collections import abc
 from collections.abc import Collection
 from typing import Protocol
 
+from aioinfer.budget import TokenBudget
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import PrefixLeaders
 from aioinfer.scheduling.arrivals import Arrival
@@ -115,6 +116,7 @@ class RequestQueues:
         "prefilling",
         "queued_tokens",
         "running",
+        "sharing",
         "shelved",
         "waiting",
     )
@@ -134,6 +136,8 @@ class RequestQueues:
         #: retracted requests that are parked
         self.shelved: dict[int, Sequence] = {}
         self.leaders = leaders
+        #: by budget, the requests that share it
+        self.sharing: dict[TokenBudget, dict[Sequence, None]] = {}
         #: tokens of the waiting requests
         self.queued_tokens = 0
         self.counters = SchedulerCounters()
@@ -169,6 +173,11 @@ class RequestQueues:
         sequence.state = SequenceState.FINISHED
         sequence.output.finish(reason, error)
         sequence.output.make_draft = None  # it refers to the sequence
+        budget = sequence.request.budget
+        if budget is not None and (those := self.sharing.get(budget)) is not None:
+            those.pop(sequence, None)
+            if not those:
+                del self.sharing[budget]
         self.counters.finished += 1
         return True
 

@@ -78,6 +78,7 @@ class Sequence:
         "_prompt_key",
         "adapter",
         "consumer",
+        "counted",
         "cursor",
         "drafting",
         "grammar",
@@ -142,6 +143,8 @@ class Sequence:
         self.grammar = grammar
         self.steering = steering
         self.text = OutputText(None) if text is None else text
+        #: tokens of its output that its budget has counted; what it begins with was counted before
+        self.counted = len(self.output_ids)
         #: reads the output: a StreamCell, in an engine
         self.consumer: Any = None
         self.state = SequenceState.WAITING

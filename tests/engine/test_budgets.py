@@ -25,7 +25,7 @@ async def shared(engine: Engine, budget: TokenBudget, params: list[SamplingParam
 def left_over(engine: Engine) -> bool:
     """The scheduler still counts requests."""
     assert engine._runtime is not None
-    return bool(engine._runtime.core.scheduler.budgets)
+    return bool(engine._runtime.core.scheduler.queues.sharing)
 
 
 @pytest.mark.parametrize("speculation", ["off", "lookup"])
@@ -105,6 +105,70 @@ async def test_a_budget_may_be_raised_and_what_left_is_forgotten() -> None:
         left = engine.generate(prompt(1), ENDLESS, budget=budget)
         left.close()
         await engine.generate(prompt(2), ENDLESS.changed(max_tokens=3))
+        assert not left_over(engine)
+
+
+@virtual
+async def test_a_budget_that_is_lowered_takes_nothing_back() -> None:
+    async with Toy() as engine:
+        budget, ids = TokenBudget(100), []
+        stream = engine.generate(prompt(0), ENDLESS, budget=budget)
+        async for chunk in stream:
+            ids += chunk.token_ids
+            if len(ids) == 20:
+                budget.left = -10
+        assert (await stream).token_ids == ids
+
+
+@virtual
+async def test_requests_that_leave_before_any_step_are_forgotten() -> None:
+    async with Toy() as engine:
+        await engine.pause()
+        streams = [engine.generate(prompt(0), ENDLESS, budget=TokenBudget(5)) for _ in range(9)]
+        assert left_over(engine)
+        for stream in streams:
+            stream.close()
+        assert not left_over(engine)
+
+
+@virtual
+async def test_forks_share_the_budget_of_their_parent() -> None:
+    async with Toy() as engine:
+        budget = TokenBudget(60)
+        stream = engine.generate(prompt(0), ENDLESS, budget=budget)
+        async for _ in stream:
+            if len(stream.result().token_ids) > 9:
+                break
+        others = stream.fork(2)
+        own = stream.fork(budget=TokenBudget(7))[0]
+        free = stream.fork(budget=None, params=ENDLESS.changed(max_tokens=100))[0]
+        results = [stream, *others]
+        new = [len(each.token_ids) - each.resumed for each in await asyncio.gather(*results)]
+        assert (sum(new), budget.left) == (60, 0)
+        one = await own
+        assert len(one.token_ids) - one.resumed == 7
+        assert len((await free).token_ids) == 100
+
+
+@pytest.mark.parametrize("tokens", grid([12], [100]))
+@pytest.mark.parametrize("stop", grid([()], [("g",)]))
+async def test_what_coroutines_force_is_counted(
+    make_engine: MakeEngine, tokens: int, stop: tuple[str, ...]
+) -> None:
+    async def force(ids: Any, logits: Any) -> list[int]:
+        await asyncio.sleep(0)
+        return [5, 6, 7, 8]
+
+    params = ENDLESS.changed(max_tokens=18, stop=stop, logits_processors=[force])
+    async with make_engine() as engine:
+        budget = TokenBudget(tokens)
+        streams = [
+            engine.generate(prompt(seed), each, budget=budget)
+            for seed, each in enumerate([ENDLESS.changed(max_tokens=40), params])
+        ]
+        used = sum(len(each.token_ids) for each in await asyncio.gather(*streams))
+        assert used + budget.left == tokens
+        assert budget.left >= 0
         assert not left_over(engine)
 
 

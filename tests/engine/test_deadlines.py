@@ -108,6 +108,30 @@ async def test_requests_with_less_to_spare_go_first() -> None:
 
 
 @virtual
+async def test_what_is_rewound_to_its_beginning_is_not_refused() -> None:
+    async with slack_engine() as engine:
+        await learned(engine)
+        stream = engine.generate(prompt(0), SECOND, deadline=1.2)
+        await asyncio.sleep(0.9)
+        stream.rewind(0)
+        assert len((await stream).token_ids) == 100
+        with pytest.raises(Rejected):
+            await stream.fork(at=0, deadline=0.5)[0]
+
+
+@virtual
+async def test_a_fork_has_what_is_left_of_its_parents_deadline_or_its_own() -> None:
+    async with slack_engine() as engine:
+        stream = engine.generate(prompt(0), SECOND, deadline=100.0)
+        await asyncio.sleep(0.5)
+        async with asyncio.timeout(7) as limit:
+            forks = [*stream.fork(), *stream.fork(deadline=limit), *stream.fork(deadline=None)]
+            left = [each.cell.output.request.deadline for each in forks]
+            assert left == [pytest.approx(99.5), pytest.approx(7.0), None]
+            await asyncio.gather(*forks)
+
+
+@virtual
 async def test_a_map_goes_on_after_a_row_that_would_be_late() -> None:
     async with slack_engine() as engine:
         await learned(engine)
