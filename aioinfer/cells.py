@@ -83,6 +83,7 @@ class StreamCell:
     __slots__ = (
         "blocked",
         "closed",
+        "concluded",
         "context",
         "delivered",
         "ending",
@@ -90,6 +91,7 @@ class StreamCell:
         "outlet",
         "output",
         "parked",
+        "parsed",
         "taken_draft",
         "taken_ids",
         "taken_pieces",
@@ -126,6 +128,8 @@ class StreamCell:
         self.max_lag = output.request.max_lag
         #: nothing is computed for the request until its consumer reads
         self.parked = False
+        #: what was read is parsed, and stays as it is; and so does its end, on which a chat or session builds
+        self.parsed = self.concluded = False
 
     @property
     def unread(self) -> int:

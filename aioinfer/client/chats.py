@@ -71,6 +71,7 @@ class ChatStream(Awaited[ChatResult]):
         super().__init__()
         self._answered = answered
         self._stream = stream
+        stream.cell.parsed = stream.cell.concluded = True
         self._source = source
         self._asked = asked
         self._tokenizer = tokenizer

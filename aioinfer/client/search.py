@@ -126,6 +126,8 @@ class Searches(Batches):
             if type(value) is not int or not 1 <= value <= bound:
                 raise InvalidRequest(name, f"must be 1 to {bound}, got {shown(value)}")
         params = _checked(params or SamplingParams(), length_penalty, early_stopping)
+        if options.get("budget") is not None:
+            raise InvalidRequest("budget", "beams go on together: max_tokens bounds them")
         source, longest = serving.source(prompt), serving.info.max_model_len
         length = len(await serving.encode(source))
         limit = min(longest - length, params.max_tokens or longest)

@@ -318,7 +318,7 @@ class Session:
         if answer is not None:
             answer.of(stream)
         messages = (*state.all_messages(), *given) if given or answer is not None else ()
-        self._turn = cell
+        self._turn, cell.concluded = cell, True
         if self._seat.kept is not None:
             self._seat.kept.touch()
         cell.ending = lambda: self._ended(cell, messages, answer)

@@ -137,6 +137,9 @@ class GoingOn(Service[_Opened]):
             raise InvalidRequest(cut.then_name, "is empty")
         kept, before, opened = self._cut(cell, cut), cell.output, self.open.get(cell)
         count = len(kept.token_ids)
+        if (cell.concluded and before.ended) or (cell.parsed and count < cell.taken_ids):
+            what = "it has ended" if before.ended else f"{cell.taken_ids} of its tokens were read"
+            raise InvalidRequest(cut.at_name, f"a chat or session knows that {what}: fork it instead")
         characters = cell.delivered or sum(map(len, before.pieces[: cell.taken_pieces]))
         branch = _Branch(
             *(self._extended(kept, then, cut), count, then, cut, (cell.taken_ids, characters)),

@@ -206,6 +206,13 @@ async def test_what_no_budget_can_be_is_refused_by_name(make_engine: MakeEngine)
 
 
 @virtual
+async def test_beams_refuse_a_budget() -> None:
+    async with Toy() as engine:
+        with pytest.raises(InvalidRequest, match="budget: beams go on together"):
+            await engine.beam(prompt(0), 2, SamplingParams(max_tokens=5), budget=TokenBudget(5))
+
+
+@virtual
 async def test_a_dispatcher_refuses_budgets() -> None:
     async with Dispatcher(toys(2)) as dispatcher:
         with pytest.raises(InvalidRequest, match="budget: is counted in one engine"):

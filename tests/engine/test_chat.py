@@ -102,6 +102,22 @@ async def test_the_rest_of_a_chat_that_was_read_in_part_can_be_awaited() -> None
         assert [delta async for delta in engine.chat(USER, tools=[weather])][-1].finish_reason == "tool_calls"
 
 
+async def test_a_chat_is_rewritten_behind_what_was_read_of_it_and_before_its_end() -> None:
+    async with FakeEngine(CALLING) as engine:
+        chat = engine.chat(USER, tools=[weather])
+        await anext(chat)
+        read = chat.cell.taken_ids
+        assert read > 0
+        with pytest.raises(errors.InvalidRequest, match=f"to: a chat or session knows that {read} of its"):
+            chat.stream.rewind(read - 1)
+        chat.stream.rewind(read)
+        result = await chat
+        assert (result.content, result.reasoning) == ("Let me look.", CALLING.reasoning)
+        with pytest.raises(errors.InvalidRequest, match="it has ended: fork it instead"):
+            chat.stream.rewind(read)
+        assert (await chat.stream.fork(at=read)[0]).text == chat.stream.result().text
+
+
 async def test_without_formats_all_is_content() -> None:
     from aioinfer import EngineConfig
 

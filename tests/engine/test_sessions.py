@@ -150,6 +150,19 @@ async def test_a_turn_that_does_not_end_leaves_the_session_as_it_was(
         await settle(engine)
 
 
+async def test_a_turn_is_rewritten_before_its_end_only(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine, engine.session() as session:
+        stream = session.generate([1, 2, 3], SamplingParams(max_tokens=10, ignore_eos=True))
+        await anext(stream)
+        stream.inject([9], at=0)
+        result = await stream
+        assert [*session.token_ids] == [1, 2, 3, *result.token_ids]
+        with pytest.raises(errors.InvalidRequest, match="it has ended: fork it instead"):
+            stream.rewind(3)
+        assert stream.result().token_ids == result.token_ids
+        await settle(engine)
+
+
 async def test_two_turns_at_once_are_refused(make_engine: MakeEngine) -> None:
     async with make_engine() as engine, engine.session() as session:
         stream = session.generate(FIRST, SHORT)
