@@ -166,12 +166,12 @@ class RequestQueues:
         """
         if sequence.finished:
             return False
+        sequence.output.finish(reason, error)  # first: policies learn from how outputs end
         if sequence.state is SequenceState.RUNNING:
             self._leave(sequence)
         elif self.shelved.pop(sequence.key, None) is None:
             self._dequeue(sequence)
         sequence.state = SequenceState.FINISHED
-        sequence.output.finish(reason, error)
         sequence.output.make_draft = None  # it refers to the sequence
         budget = sequence.request.budget
         if budget is not None and (those := self.sharing.get(budget)) is not None:

@@ -65,6 +65,7 @@ class Queue:
             sequence = self.add(key, None, tokens)
             self.start(sequence)
             sequence.output_ids += [1] * used
+            sequence.output.finish("length")
             self.policy.stopped(sequence)
 
     @property
@@ -180,12 +181,46 @@ def test_tokens_of_drafts_and_blocks_are_expected_in_the_time_that_they_take() -
     queue = Queue()
     for key in range(200):
         sequence = queue.add(key, None, 100, arrival=queue.times.now)
-        sequence.output.admitted_at = queue.times.now
         queue.start(sequence)
+        sequence.output.admitted_at = queue.times.now
         sequence.output_ids += [1] * 100
         queue.times.now += 100 * TOKEN / 4 + PREFILL
         queue.policy.stopped(sequence)
     assert queue.policy.needed(queue.new(1000, 5.0, 100), queue.times.now) == pytest.approx(0.25, rel=0.1)
+
+
+@pytest.mark.parametrize("how", ["abort", None])
+def test_outputs_that_are_cut_short_tell_that_they_may_be_longer_and_not_shorter(how: Any) -> None:
+    queue = Queue()
+
+    def cut(used: int) -> None:
+        for key in range(200):
+            sequence = queue.add(key, None, 1000)
+            queue.start(sequence)
+            sequence.output_ids += [1] * used
+            if how is not None:
+                sequence.output.finish(how)
+            queue.policy.stopped(sequence)
+
+    cut(100)
+    assert queue.policy.needed(queue.new(1, 50.0, 1000), 0.0) == pytest.approx(10.0, abs=0.01)
+    queue.learn(tokens=1000, used=100, times=200)
+    assert queue.policy.needed(queue.new(1, 50.0, 1000), 0.0) == pytest.approx(1.0, rel=0.1)
+    cut(900)
+    assert queue.policy.needed(queue.new(1, 50.0, 1000), 0.0) == pytest.approx(9.0, rel=0.1)
+
+
+def test_what_is_rewritten_does_not_tell_how_long_a_token_takes() -> None:
+    queue = Queue()
+    for key in range(200):
+        sequence = queue.add(key, None, 100)
+        sequence.output.admitted_at = queue.times.now
+        queue.times.now += 50.0  # and was rewound to its beginning
+        queue.start(sequence)
+        sequence.output_ids += [1] * 100
+        queue.times.now += 1.0
+        queue.policy.stopped(sequence)
+    assert queue.policy.needed(queue.new(1000, 5.0, 100), queue.times.now) == pytest.approx(1.0, abs=0.01)
 
 
 # -- refusals ----------------------------------------------------------------------------------------

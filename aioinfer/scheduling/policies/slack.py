@@ -56,8 +56,9 @@ class Slack(Policy):
         self._others: SortedDict = SortedDict()
         #: the keys in the first of them, by request
         self._starts: dict[int, tuple[float, tuple[int, ...]]] = {}
-        #: the requests that run, with what was expected of them
-        self._running: dict[int, tuple[Sequence, _Due, float]] = {}
+        #: the requests that run, with what was expected of them; of one that was rewritten, no step: it did
+        #: not begin when its output was admitted
+        self._running: dict[int, tuple[Sequence, _Due, float | None]] = {}
         #: seconds of a token, as a multiple of those of a step: drafts and blocks have several in one
         self._pace = 1.0
         #: by the magnitude of what they may have: outputs that ended, and what share of that they used
@@ -89,7 +90,9 @@ class Slack(Policy):
         super().remove(sequence)
 
     def started(self, sequence: Sequence) -> None:
-        step = self._times.generating(*self._rows(sequence, len(self._running) + 1))
+        step = None
+        if sequence.output.admitted_at is None:
+            step = self._times.generating(*self._rows(sequence, len(self._running) + 1))
         self._running[sequence.key] = (sequence, self._needs(sequence), step)
         self._forgiven = 1.0
 
@@ -98,13 +101,15 @@ class Slack(Policy):
         began, tokens = sequence.output.admitted_at, len(sequence.output_ids) - sequence.output.resumed
         # What was parked for its reader has waited for that.
         steady = not sequence.recovery.retractions and sequence.request.max_lag is None
-        if began is not None and tokens >= _TELLING and steady:
+        if began is not None and step is not None and tokens >= _TELLING and steady:
             pace = (self._times.now - began - needs.prefill) / (tokens * step)
             self._pace += _STEADY * (min(max(_LEAST, pace), _MOST) - self._pace)
         possible = sequence.max_length - len(sequence.prompt_ids)
         if possible > 0:
             count, share = self._used.get(possible.bit_length(), (0, 1.0))
             used = len(sequence.output_ids) / possible
+            if used < share and sequence.output.finish_reason not in ("stop", "length"):
+                return  # it was cut short, or goes on later
             share += max(_NEWEST, 1 / (count + 2)) * (used - share)
             self._used[possible.bit_length()] = (count + 1, share)
 
