@@ -145,7 +145,8 @@ class Late(Slack):
     """Refuses all that has a deadline."""
 
     def late(self, sequence: Sequence, now: float) -> float:
-        return 0.0 if sequence.deadline is None else 7.4
+        deadline = sequence.request.deadline
+        return 0.0 if deadline is None else 7.2 if deadline == 3 else float("inf")
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}], ids=str)
@@ -155,6 +156,8 @@ async def test_what_would_miss_its_deadline_is_429_with_retry_after(
     async with serving(policy=Late) as served:
         asked = {"prompt": "a", "max_tokens": 3, **more}
         reply = await served.post(COMPLETIONS, {**asked, "deadline": 3})
-        assert (reply.status, reply.headers["Retry-After"]) == (429, "7")
+        assert (reply.status, reply.headers["Retry-After"]) == (429, "8"), "not before it would be in time"
+        reply = await served.post(COMPLETIONS, {**asked, "deadline": 4})
+        assert (reply.status, reply.headers["Retry-After"]) == (429, "86400")
         assert reply.error["code"] == "deadline"
         assert (await served.post(COMPLETIONS, asked)).status == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = ["Failure", "Refused", "as_failure", "not_found"]
 
 _log = logging.getLogger("aioinfer.server")
 
+#: seconds after which a client is asked to come back, at most
+_LATEST = 86_400
 #: characters of a message or a field's name, both of which can contain what the client sent
 _LONGEST = 1000
 #: The openai client retries 408, 409, 429 and 5xx unless this header is false.
@@ -84,7 +87,7 @@ def as_failure(error: BaseException) -> Failure:
             param = next(iter(error.fields), None)
             return Failure(400, "invalid_request_error", str(error), param=param, code="constraint_failed")
         case errors.Rejected():
-            headers = {"Retry-After": str(max(1, round(error.retry_after)))}
+            headers = {"Retry-After": str(max(1, math.ceil(min(error.retry_after, _LATEST))))}
             return Failure(429, "rate_limit_error", str(error), code=error.code, headers=headers)
         case errors.TimedOut():
             return Failure(504, "timeout_error", str(error), code=f"{error.phase}_timeout", headers=_NO_RETRY)
