@@ -108,6 +108,23 @@ async def test_a_budget_may_be_raised_and_what_left_is_forgotten() -> None:
         assert not left_over(engine)
 
 
+@pytest.mark.parametrize("count", [1, 3])
+async def test_tokens_that_a_coroutine_forces_count(make_engine: MakeEngine, count: int) -> None:
+    async def force(ids: Any, logits: Any) -> list[int]:
+        return [7] * count
+
+    async with make_engine(num_pages=400) as engine:
+        budget, forced = TokenBudget(5), ENDLESS.changed(logits_processors=[force], logprobs=0)
+        results = await shared(engine, budget, [forced, forced, ENDLESS])
+        assert sum(len(each.token_ids) for each in results) == 5
+        assert budget.left == 0
+        for each in results:
+            assert each.finish_reason == "length"
+            assert each.text == await engine.detokenize(each.token_ids)
+        assert all(len(each.logprobs or ()) == len(each.token_ids) for each in results[:2])
+        assert not left_over(engine)
+
+
 @virtual
 async def test_a_budget_that_is_lowered_takes_nothing_back() -> None:
     async with Toy() as engine:
