@@ -36,6 +36,8 @@ class Cut(NamedTuple):
     #: the arguments that these were
     at_name: str = "at"
     then_name: str = "then"
+    #: a fork waits in the queue where its stream is, not behind all others
+    beside: bool = False
 
 
 class _Callback:

@@ -283,6 +283,11 @@ class Stream(Awaited[Result]):
         """For outlets: what was produced, and how much of it was taken."""
         return self._cell
 
+    def fork_beside(self, at: int, then: Sequence[int], params: SamplingParams | None = None) -> Stream:
+        """For searches: one fork, that waits in the queue where this stream is."""
+        cut = Cut(at, self._iterated, then, beside=True)
+        return self._owner.fork(self._cell, 1, cut, params, {})[0]
+
     def caught_up(self) -> None:
         """Continue a request that was parked for its reader. Call it after moving the cursors."""
         if self._cell.parked:

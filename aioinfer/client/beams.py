@@ -35,14 +35,18 @@ class Row(NamedTuple):
 
 
 def most_likely(logits: Logits, count: int) -> Row:
-    """The ``count`` most likely tokens, those of no probability left out. Sorts few of a large vocabulary."""
+    """The ``count`` most likely tokens, those of no probability left out. Sorts few of a large vocabulary.
+    Raises ValueError: no token has a probability."""
+    largest = logits.max()
+    if not np.isfinite(largest):
+        raise ValueError("a logits processor left no finite maximum of the logits")
     whole = len(logits) - len(logits) % _BLOCK
     peaks = logits[:whole].reshape(-1, _BLOCK).max(axis=1)
     # As many blocks have a logit that is as large, so at least `count` are.
     least = np.partition(peaks, -count)[-count] if len(peaks) >= count else -np.inf
     found = np.flatnonzero((logits >= least) & (logits > -np.inf))
     found = found[np.argsort(-logits[found], kind="stable")[:count]]
-    shifted: npt.NDArray[np.float32] = logits - logits.max()
+    shifted: npt.NDArray[np.float32] = logits - largest
     return Row(found, shifted[found] - np.log(np.exp(shifted).sum()))
 
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import inf, isnan
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioinfer.cells import when_ended
@@ -59,8 +60,8 @@ class Searches(Batches):
         """``n`` outputs of one prompt, which is computed once, best first: those of :meth:`choices`.
 
         ``score``: a function or a coroutine that is called with each result when it is there; by default, the
-        mean of its logprobs. Raises as :meth:`generate`, and what ``score`` raises: the other outputs end
-        then, and also when the call is cancelled.
+        mean of its logprobs. A score of NaN is the lowest. Raises as :meth:`generate`, and what ``score``
+        raises: the other outputs end then, and also when the call is cancelled.
         """
         params = params or SamplingParams()
         if score is None:
@@ -74,7 +75,8 @@ class Searches(Batches):
         finally:
             for stream in streams:
                 stream.close()
-        return sorted([task.result() for task in tasks], key=lambda each: each.score, reverse=True)
+        found = [task.result() for task in tasks]
+        return sorted(found, key=lambda each: -inf if isnan(each.score) else each.score, reverse=True)
 
     async def beam(
         self,
@@ -207,7 +209,7 @@ class _Search:
             stream, hook = self._streams.pop(parent)
             self._streams[first] = stream, hook
             for beam in others:
-                self.add(beam, partial(_fork, stream, at=parent.length, then=[beam.token_id]))
+                self.add(beam, partial(stream.fork_beside, parent.length, [beam.token_id]))
 
     async def _row(self, stream: Stream, hook: _Hook) -> Row:
         row = await hook.row
@@ -225,7 +227,7 @@ class _Search:
             for score, beam in self._beams.finished[:n]:
                 *then, last = [each.token_id for each in beam.path()]
                 params = self._params.changed(logits_processors=(partial(_forced, last),))
-                found.append((_fork(source, at=0, then=then, params=params), score))
+                found.append((source.fork_beside(0, then, params), score))
             for (stream, _), (_, beam) in zip(found, self._beams.finished, strict=False):
                 await stream
                 output = stream.cell.output
@@ -241,10 +243,6 @@ class _Search:
     def close(self) -> None:
         for stream, _ in self._streams.values():
             stream.close()
-
-
-def _fork(stream: Stream, **cut: Any) -> Stream:
-    return stream.fork(1, **cut)[0]
 
 
 def _forced(token: int, ids: Ids, logits: Logits) -> list[int]:

@@ -61,7 +61,7 @@ class _Branch:
     cut: Cut
     #: tokens and characters that the reader has, as far as these are kept; None: all that is kept
     read: tuple[int, int] | None = None
-    #: its place in the queue; None: a new one
+    #: as of a Resumption
     queued: tuple[int, ...] | None = None
     #: its prompt as a key of the prefix cache, if somebody has that
     prompt_key: bytes | None = None
@@ -105,7 +105,8 @@ class GoingOn(Service[_Opened]):
             given[name] = getattr(output.request, name) if given[name] is None else given[name]
         behind, count = given.pop("queue_behind"), len(kept.token_ids)
         text = self._text_of(output, count, begun.params)
-        key, characters = self._share(cell), len(text or "")
+        key, characters, opened = self._share(cell), len(text or ""), self.open.get(cell)
+        queued = self._place(opened)[:1] if cut.beside and opened is not None else None
         streams: list[Stream] = []
         try:
             for number in range(n):
@@ -117,7 +118,7 @@ class GoingOn(Service[_Opened]):
                 checkpoint = replace(
                     begun, params=own, seed=seed, delivered_tokens=count, delivered_characters=characters
                 )
-                branch = _Branch(checkpoint, count, then, cut, prompt_key=key)
+                branch = _Branch(checkpoint, count, then, cut, queued=queued, prompt_key=key)
                 request = Request(params=own, queue_behind=behind + number, **given)
                 child = StreamCell(Output(request, now))
                 self._begin_branch(child, branch, self._at_once(branch, text))

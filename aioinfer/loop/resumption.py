@@ -44,7 +44,7 @@ class Resumption:
     text: OutputText
     #: the output is that of an undisturbed request, to the bit
     identical: bool
-    #: the place in the queue that it keeps; None: a new one
+    #: the place in the queue that it gets one behind; None: a new one
     queued: tuple[int, ...] | None = None
     #: its prompt as a key of the prefix cache, if that is known
     prompt_key: bytes | None = None

@@ -121,9 +121,8 @@ class Dispatching(Sending):
         self.checks.check_length(request.params, len(ids), request.pooling)
         self._keys += 1
         self._arrivals += not request.queue_behind
-        record.place = (self._arrivals + request.queue_behind, self._keys)
-        if prepared.resumption is not None and prepared.resumption.queued is not None:
-            record.place = prepared.resumption.queued
+        place = None if prepared.resumption is None else prepared.resumption.queued
+        record.place = (*(place or (self._arrivals + request.queue_behind,)), self._keys)
         seed = request.params.seed if checkpoint is None else checkpoint.seed
         if seed is None:
             seed = self._seeds.getrandbits(63)
@@ -136,7 +135,7 @@ class Dispatching(Sending):
         """None: the replica that has the prefix shares it when its prompt is computed, or when it ends."""
 
     def _place(self, record: Record) -> tuple[int, ...]:
-        return record.place
+        return record.place[:2]
 
     def _swap(self, record: Record, output: Output) -> None:
         self._abort(record, None)

@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioinfer import Engine, EngineConfig, InvalidRequest, ProcessorFailed, Result, SamplingParams
+from aioinfer import (
+    Engine,
+    EngineConfig,
+    InvalidRequest,
+    ProcessorFailed,
+    Result,
+    SamplingParams,
+    TokenBudget,
+)
 from aioinfer.client.search import ScoredResult
+from aioinfer.parallel import Dispatcher
 from tests.engine.beam_oracle import Search, must_equal, random_model, searches
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_chat import freed
+from tests.parallel.toys import toys
 from tests.tiers import SECONDS, grid, rest
 
 
@@ -151,6 +161,7 @@ async def test_text_and_logprobs_are_those_of_the_tokens() -> None:
         ({"width": 2, "params": SamplingParams(max_tokens=0)}, "max_tokens"),
         ({"width": 2, "params": SamplingParams(logprobs=1)}, "logprobs"),
         ({"width": 2, "params": SamplingParams(stop="x")}, "stop"),
+        ({"width": 2, "budget": TokenBudget(9)}, "budget"),
         ({"width": 2, "params": SamplingParams(repetition_penalty=1.5)}, "repetition_penalty"),
         ({"width": 2, "params": SamplingParams(allowed_token_ids=[1])}, "allowed_token_ids"),
     ],
@@ -163,6 +174,34 @@ async def test_what_beams_cannot_have_is_refused(
             await engine.beam([1, 2], **arguments)
         assert refused.value.field == field
         assert engine.stats().running == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_beams_that_begin_go_before_what_waits_behind_their_search(
+    make_engine: MakeEngine, several: bool
+) -> None:
+    ended: list[str] = []
+
+    async def ask(name: str, stream: Any) -> None:
+        await stream
+        ended.append(name)
+
+    async with (
+        Dispatcher(toys(1, max_running_requests=1))
+        if several
+        else make_engine(max_running_requests=1) as engine
+    ):
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        first = engine.generate([1, 2], params)
+        await anext(first)
+        waiting = engine.generate([3, 4], params)
+        await waiting.accepted()
+        fork, beside = first.fork(1, at=1)[0], first.fork_beside(1, [])
+        named = {"first": first, "waiting": waiting, "fork": fork, "beside": beside}
+        async with asyncio.TaskGroup() as group:
+            for each in named.items():
+                group.create_task(ask(*each))
+    assert ended == ["first", "beside", "waiting", "fork"]
 
 
 async def test_a_processor_that_forces_tokens_ends_the_search(make_engine: MakeEngine) -> None:
@@ -207,6 +246,30 @@ async def test_a_search_ends_with_a_beam_that_fails(make_engine: MakeEngine) -> 
         await freed(engine)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+async def test_logits_that_are_no_numbers_end_the_search(make_engine: MakeEngine, value: float) -> None:
+    def spoil(ids: Any, logits: Any) -> None:
+        if len(ids) == 4:
+            logits[7] = value
+
+    async with make_engine() as engine:
+        with pytest.raises(ProcessorFailed):
+            await engine.beam([1, 2], 3, SamplingParams(max_tokens=9, logits_processors=[spoil]))
+        await freed(engine)
+
+
+async def test_a_search_without_any_way_fails_as_a_request_does(make_engine: MakeEngine) -> None:
+    def ban(ids: Any, logits: Any) -> None:
+        logits[:] = -np.inf
+
+    async with make_engine() as engine:
+        params = SamplingParams(max_tokens=9, logits_processors=[ban])
+        for search in (engine.generate([1, 2], params), engine.beam([1, 2], 3, params)):
+            with pytest.raises(ProcessorFailed, match="no finite maximum"):
+                await search
+        await freed(engine)
+
+
 # -- best of --------------------------------------------------------------------------------------------
 
 
@@ -228,6 +291,13 @@ async def test_the_best_of_several_is_first(make_engine: MakeEngine) -> None:
             told = [one.logprob for one in each.result.logprobs or ()]
             assert each.score == pytest.approx(sum(told) / len(told))
         assert likely[0].score >= likely[-1].score
+
+
+async def test_outputs_without_a_score_are_last(make_engine: MakeEngine) -> None:
+    scores = [1.0, float("nan"), 3.0, float("nan"), 2.0]
+    async with make_engine() as engine:
+        found = await engine.best_of([1, 2], SamplingParams(max_tokens=2), n=5, score=lambda _: scores.pop())
+    assert [each.score for each in found][:3] == [3.0, 2.0, 1.0]
 
 
 async def test_the_prompt_is_computed_once(make_engine: MakeEngine) -> None:
