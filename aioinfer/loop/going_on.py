@@ -21,7 +21,7 @@ from aioinfer.inputs import check_ids, entries, plain
 from aioinfer.loop.opened import OpenRequest
 from aioinfer.loop.options import Prepared, seconds_left
 from aioinfer.loop.resumption import Resumption, replay, take, unknown_block
-from aioinfer.loop.service import Later, Service
+from aioinfer.loop.service import EngineState, Later, Service
 from aioinfer.loop.texts import output_text
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams, inherited
@@ -87,7 +87,7 @@ class GoingOn(Service[_Opened]):
     def fork(
         self, cell: StreamCell, n: int, cut: Cut, params: SamplingParams | None, options: RequestOptions
     ) -> list[Stream]:
-        self.check_serving()
+        self._check(cell, new=not cut.beside)
         if type(n) is not int or not 1 <= n <= _MOST_FORKS:
             raise InvalidRequest("n", f"must be 1 to {_MOST_FORKS}, got {shown(n)}")
         if options.get("pooling") is not None:
@@ -130,7 +130,7 @@ class GoingOn(Service[_Opened]):
         return streams
 
     def rewrite(self, cell: StreamCell, cut: Cut) -> None:
-        self.check_serving()
+        self._check(cell)
         if cell.closed:
             raise Cancelled("the stream was closed")
         then = self._then(cut)
@@ -182,6 +182,13 @@ class GoingOn(Service[_Opened]):
     @abstractmethod
     def _swap(self, opened: _Opened, output: Output) -> None:
         """End what is computed for a request, and give it and its cell a new output."""
+
+    def _check(self, cell: StreamCell, *, new: bool = False) -> None:
+        """As ``check_serving``, but for an engine that closes when its open requests have ended: what is not
+        ``new`` belongs to these."""
+        self.check_loop()
+        if new or cell not in self.open or self.state is not EngineState.DRAINING:
+            self.check_running()
 
     # -- the cut --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aioinfer import InvalidRequest, SamplingParams, TimedOut
+from aioinfer import EngineClosed, InvalidRequest, SamplingParams, TimedOut
 from aioinfer.engine import Engine
 from aioinfer.observe.observers import Observer
 from aioinfer.request import Output
@@ -433,3 +433,17 @@ async def test_broken_characters_are_cut_where_they_are(temperature: float) -> N
                 released = "".join(map(detokenizer.push, result.token_ids[:at]))
                 rest_of = "".join(map(detokenizer.push, result.token_ids[at:])) + detokenizer.finish()
                 assert (result.text, text) == (released + rest_of, rest_of)
+
+
+async def test_a_stream_is_rewritten_while_the_engine_lets_it_end(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate([1, 2], LONG, max_lag=1)
+        await anext(stream)
+        closing = asyncio.create_task(engine.aclose(drain=True))
+        await asyncio.sleep(0)
+        stream.inject([7], at=1)
+        result = await stream
+        assert (result.token_ids[1], len(result.token_ids)) == (7, LONG.max_tokens)
+        await closing
+        with pytest.raises(EngineClosed):
+            stream.rewind(2)

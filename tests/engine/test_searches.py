@@ -234,6 +234,24 @@ async def test_a_search_that_is_cancelled_ends_its_streams(make_engine: MakeEngi
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_search_ends_before_the_engine_that_closes(make_engine: MakeEngine, several: bool) -> None:
+    reached = asyncio.Event()
+
+    async def look(ids: Any, logits: Any) -> None:
+        if len(ids) == 4:
+            reached.set()
+
+    params = SamplingParams(max_tokens=20, logits_processors=[look])
+    async with Dispatcher(toys(1)) if several else make_engine() as engine:
+        expected = await engine.beam([1, 2], 4, params)
+        reached.clear()
+        search = asyncio.create_task(engine.beam([1, 2], 4, params))
+        await reached.wait()
+    found = await search
+    assert [each.result.token_ids for each in found] == [each.result.token_ids for each in expected]
+
+
 async def test_a_search_ends_with_a_beam_that_fails(make_engine: MakeEngine) -> None:
     def fail(ids: Any, logits: Any) -> None:
         if len(ids) == 5:
