@@ -117,9 +117,12 @@ class Searches(Batches):
         n: int | None = None,
         length_penalty: float = 1.0,
         early_stopping: EarlyStopping = False,
+        *,
+        lost: list[Stream] | None = None,
         **options: Unpack[JobOptions],
     ) -> list[tuple[Stream, float]]:
-        """What :meth:`beam` finds, as streams that have ended and their scores."""
+        """What :meth:`beam` finds, as streams that have ended and their scores. ``lost``: gets the beams of a
+        search that does not come to its end."""
         from aioinfer.client.beams import Beams  # with numpy, which takes longer to import than all else
 
         serving = self._serving()
@@ -140,6 +143,10 @@ class Searches(Batches):
             while not beams.done:
                 await search.step()
             return await search.results(n, first.usage.cached_tokens)
+        except BaseException:
+            if lost is not None:
+                lost += search.streams()
+            raise
         finally:
             search.close()
 
@@ -240,8 +247,12 @@ class _Search:
             raise
         return found
 
+    def streams(self) -> list[Stream]:
+        """Those of the beams that are searched."""
+        return [stream for stream, _ in self._streams.values()]
+
     def close(self) -> None:
-        for stream, _ in self._streams.values():
+        for stream in self.streams():
             stream.close()
 
 

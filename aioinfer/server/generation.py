@@ -214,7 +214,8 @@ class Generation:
     ) -> Sequence[PromptSource]:
         """Search for all choices of a call, which have ended then; returns its prompts."""
         prompts = self._prompts(call)
-        options = {**call.scheduling, "request_id": record.id, **beams}
+        # What was computed counts, whatever ends the search.
+        options = {**call.scheduling, "request_id": record.id, **beams, "lost": streams}
         search = self._engine.beam_streams
         found = await _all([partial(search, prompt, call.n, call.params, **options) for prompt in prompts])
         for stream, _ in chain.from_iterable(found):

@@ -298,6 +298,22 @@ async def test_what_a_client_used_before_it_left_is_counted(
 
 
 @pytest.mark.usefixtures("still")
+async def test_what_beams_used_before_their_client_left_is_counted(
+    serving: Serving, tmp_path: Path, gate: Gate
+) -> None:
+    path = key_file(tmp_path, {**LIMITED, "tokens_per_minute": 6})
+    async with serving(server={"api_keys": path}, fault=gate) as served:
+        asked = {**ENDLESS, "stream": False, "use_beam_search": True, "n": 3}
+        leaving = asyncio.create_task(served.http.session.post(PATH, json=asked, headers=bearer(ALICE)))
+        gate.step(8)
+        await until(lambda: served.engine.stats().output_tokens >= 4)
+        leaving.cancel()
+        gate.release()
+        await until(lambda: opened(served) == 0)
+        assert (await served.post(PATH, BODY, **bearer(ALICE))).status == 429
+
+
+@pytest.mark.usefixtures("still")
 async def test_the_client_knows_the_limits(serving: Serving, tmp_path: Path) -> None:
     path = key_file(tmp_path, {**LIMITED, "tokens_per_minute": 1})
     async with serving(server={"api_keys": path}) as served, served.client(api_key=ALICE) as client:
