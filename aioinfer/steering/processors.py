@@ -8,8 +8,9 @@ A processor is called for each position at which a token is sampled::
 
 ``ids``: int64 [n], the tokens of prompt and output so far, which cannot be changed. ``logits``: float32 [V],
 those of the model with ``logit_bias``, to be changed in place. Masks of grammars, penalties, temperature and
-filters are applied to what it leaves: a grammar holds whatever it does, and logprobs are those of the model.
-Both arrays are valid until it returns; ``torch.from_numpy(logits)`` shares the memory.
+filters are applied to what it leaves, and logprobs are those of the model. Tokens that it returns pass no
+mask: one that a grammar does not allow fails the request, and an end token ends it. Both arrays are valid
+until it returns; ``torch.from_numpy(logits)`` shares the memory.
 
 It must be a function of its arguments: it can be called several times for a position, for drafts that turn
 out wrong and after a step that failed. One with a state has the methods of :class:`Stateful` as well. One

@@ -480,6 +480,31 @@ async def test_a_processor_against_a_grammar_fails_by_both_names() -> None:
         await settle(engine)
 
 
+@pytest.mark.parametrize("later", [False, True])
+async def test_tokens_that_are_returned_pass_no_mask(later: bool) -> None:
+    forced: list[int] = []
+
+    def force(ids: Any, logits: Any) -> list[int]:
+        return forced
+
+    async def force_later(ids: Any, logits: Any) -> list[int]:
+        return forced
+
+    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
+        assert engine.tokenizer is not None
+        end = min(engine.tokenizer.eos_token_ids)
+        params = SamplingParams(grammar=SCHEMA, logits_processors=[force_later if later else force])
+        forced[:] = [end]
+        result = await engine.generate("Answer: ", params)
+        assert (result.token_ids, result.finish_reason) == ([end], "stop")
+        forced[:] = engine.tokenizer.encode_part("no JSON")
+        with pytest.raises(errors.ConstraintFailed):
+            await engine.generate("Answer: ", params)
+        allowed = params.changed(grammar=None, allowed_token_ids=[end], max_tokens=len(forced))
+        assert (await engine.generate("Answer: ", allowed)).token_ids == forced
+        await settle(engine)
+
+
 @nightly(INTERPRETER)
 async def test_they_change_the_rows_of_triton_kernels(checkpoint: Callable[[str], Any]) -> None:
     path, _ = checkpoint("qwen3")
