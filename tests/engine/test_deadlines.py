@@ -89,6 +89,23 @@ async def test_what_would_be_late_is_refused_and_accepted_when_it_said_so() -> N
 
 
 @virtual
+async def test_what_has_begun_is_not_refused_when_it_goes_back_to_its_beginning() -> None:
+    async with slack_engine() as engine:
+        await learned(engine)
+        stream = engine.generate(prompt(9), SECOND, deadline=1.2)
+        await anext(stream)
+        others = [engine.generate(prompt(seed), SECOND) for seed in range(4)]
+        await asyncio.sleep(0.1)
+        with pytest.raises(Rejected):
+            stream.fork(1, at=0)
+        beside = stream.fork_beside(0, [])
+        stream.rewind(0)
+        for each in (beside, stream):
+            assert len((await each).token_ids) == 100
+        await asyncio.gather(*others)
+
+
+@virtual
 async def test_requests_with_less_to_spare_go_first() -> None:
     order: list[str | None] = []
 
