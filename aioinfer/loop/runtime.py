@@ -225,9 +225,9 @@ class Runtime(GoingOn[_Open]):
         queues = self.core.scheduler.queues
         audit(self.core.scheduler)
         if queues.waiting:
-            assert sorted(each.key for each in queues.waiting.order()) == [
+            assert sorted(each.key for each in queues.waiting.order()) == sorted(
                 each.key for each in queues.waiting
-            ]
+            )
         known = set(queues.unfinished())
         sequences = [each.sequence for each in self.open.values() if each.sequence is not None]
         opened = {each for each in sequences if not each.finished}
