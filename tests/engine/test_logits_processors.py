@@ -379,6 +379,20 @@ async def test_a_coroutine_may_end_or_rewrite_its_own_stream(make_engine: MakeEn
     assert not told
 
 
+async def test_forced_tokens_that_end_an_output_are_searched_for_stop_patterns(
+    make_engine: MakeEngine,
+) -> None:
+    async def force(ids: Any, logits: Any) -> list[int]:
+        await asyncio.sleep(0)
+        return [5, 6, 7, 8]
+
+    async with make_engine() as engine:
+        params = asked(force).changed(max_tokens=18, stop_regex=("z+q",))
+        assert (await engine.generate(PROMPT, params)).token_ids == [*[5, 6, 7, 8] * 4, 5, 6]
+        assert (await engine.generate(PROMPT, params.changed(stop_regex=("[g]",)))).finish_reason == "stop"
+        await settle(engine)
+
+
 async def test_slow_processors_go_to_a_thread_and_come_back(make_engine: MakeEngine) -> None:
     where: list[str] = []
 
