@@ -13,13 +13,13 @@ from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 LIFETIMES = scaled(80)
 BLOCKS = 2
 #: per block; every combination of policy, admission, mixing and cache comes up at least twice in each
-WORLDS = 125
+WORLDS = 128
 
 
 @rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
-    """2 blocks of 125 worlds of 80 lifetimes: 20,000 in all. The rest has 1,250."""
+    """2 blocks of 128 worlds of 80 lifetimes: 20,480 in all. The rest has 1,280."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     adapters: Counter[str] = Counter()
