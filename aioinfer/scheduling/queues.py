@@ -166,12 +166,13 @@ class RequestQueues:
         """
         if sequence.finished:
             return False
-        sequence.output.finish(reason, error)  # first: policies learn from how outputs end
-        if sequence.state is SequenceState.RUNNING:
+        ran = sequence.state is SequenceState.RUNNING
+        if ran:
             self._leave(sequence)
         elif self.shelved.pop(sequence.key, None) is None:
             self._dequeue(sequence)
         sequence.state = SequenceState.FINISHED
+        sequence.output.finish(reason, error)
         sequence.output.make_draft = None  # it refers to the sequence
         budget = sequence.request.budget
         if budget is not None and (those := self.sharing.get(budget)) is not None:
@@ -179,6 +180,8 @@ class RequestQueues:
             if not those:
                 del self.sharing[budget]
         self.counters.finished += 1
+        if ran:
+            self.waiting.stopped(sequence)  # last: policies learn from how outputs end
         return True
 
     def park(self, sequence: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
@@ -301,7 +304,6 @@ class RequestQueues:
         self._stop_computing(sequence)
         self.arriving.pop(sequence.key, None)
         del self.running[sequence.key]
-        self.waiting.stopped(sequence)
         self.memory.release(sequence)
 
     def retract(self, sequence: Sequence) -> None:
@@ -311,6 +313,7 @@ class RequestQueues:
         of blocks in flight do not. What is committed stays in the prefix cache while there is room for it.
         """
         self._leave(sequence)
+        self.waiting.stopped(sequence)
         sequence.state = SequenceState.WAITING
         sequence.restart()
         sequence.recovery.retractions += 1

@@ -108,7 +108,7 @@ async def test_a_stream_that_waits_is_rewritten_in_its_place() -> None:
         place = record(streams[2]).place
         streams[2].inject([9])
         await streams[2].accepted()
-        assert record(streams[2]).place == place
+        assert record(streams[2]).place[:2] == place
         ends = [await each for each in streams]
         assert ends[2].token_ids[0] == 9
         times = [each.metrics.finished for each in ends if each.metrics is not None]
