@@ -35,6 +35,8 @@ _log = logging.getLogger("aioinfer")
 
 #: seconds for which closing waits for coroutines that were cancelled
 _PATIENCE = 10.0
+#: a request that waits longer than once or twice these seconds gives way to others
+_SOON = 0.1
 
 
 class Answers:
@@ -57,6 +59,7 @@ class Answers:
         self._patience = patience
         self._updated, self._end, self._wake = updated, end, wake
         self._tasks: dict[ModelSequence, asyncio.Task[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         #: of requests that have ended
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -66,12 +69,29 @@ class Answers:
             steering = sequence.steering
             if sequence.finished or steering is None or steering.question is None:
                 continue
+            sequence.expected = True
             # Not by the loop's task factory, which may begin with it at once.
             self._tasks[sequence] = asyncio.Task(
                 self._answer(sequence, steering, steering.question),
                 name="aioinfer-processors",
                 context=sequence.consumer.context,
             )
+        if self._tasks and self._timer is None:
+            self._look_later([])
+
+    def _look_later(self, waiting: Sequence[asyncio.Task[None]]) -> None:
+        """See soon which of these still wait. One timer for all: there can be thousands of questions."""
+        self._timer = asyncio.get_running_loop().call_later(_SOON, self._look, waiting)
+
+    def _look(self, waiting: Sequence[asyncio.Task[None]]) -> None:
+        late = {*waiting}
+        for sequence, task in self._tasks.items():
+            sequence.expected = task not in late
+        if late:
+            self._wake()
+        self._timer = None
+        if self._tasks:
+            self._look_later([*self._tasks.values()])
 
     def drop(self, sequence: ModelSequence) -> None:
         """The request has ended: nothing is asked for it any more."""
@@ -82,7 +102,9 @@ class Answers:
             task.add_done_callback(self._leaving.discard)
 
     async def aclose(self) -> None:
-        """Wait for the coroutines of requests that have ended."""
+        """Wait for the coroutines of requests that have ended, as all have."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._leaving:
             _, left = await asyncio.wait(self._leaving, timeout=_PATIENCE)
             if left:

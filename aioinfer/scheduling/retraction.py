@@ -10,10 +10,10 @@ __all__ = ["victims"]
 
 
 def victims(running: Collection[Sequence]) -> Iterator[Sequence]:
-    """Parked ones first, then low priority, then the newest. Never the eldest that is not parked: so
+    """Idle ones first, then low priority, then the newest. Never the eldest that is not parked: so
     one request always moves on, and no two take each other's pages for ever."""
     eldest = min((each for each in running if not each.parked), key=lambda each: each.key, default=None)
     yield from sorted(
         (sequence for sequence in running if sequence is not eldest),
-        key=lambda sequence: (not sequence.parked, sequence.priority, -sequence.key),
+        key=lambda sequence: (not sequence.idle, sequence.priority, -sequence.key),
     )

@@ -244,7 +244,7 @@ class Scheduler:
 
     def _admissions(self, budget: StepBudget, reserve: Reserve) -> Iterator[Row]:
         queues, memory = self.queues, self.queues.memory
-        parked = sum(each.parked for each in queues.running.values()) if queues.counters.parkings else 0
+        parked = sum(each.idle for each in queues.running.values()) if queues.counters.parkings else 0
         room = self.config.running_requests - len(queues.running) + parked
         if room <= 0 or budget.room() <= 0:
             return
@@ -290,7 +290,7 @@ class Scheduler:
             if free and queues.memory.admit(sequence, spare):
                 break
             victim = next(victims(queues.running.values()), None) if queues.counters.parkings else None
-            if victim is None or not victim.parked:
+            if victim is None or not victim.idle:
                 return False
             self.retract(victim)
         queues.admitted(sequence)

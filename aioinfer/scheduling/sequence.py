@@ -81,6 +81,7 @@ class Sequence:
         "counted",
         "cursor",
         "drafting",
+        "expected",
         "grammar",
         "key",
         "kv",
@@ -150,6 +151,8 @@ class Sequence:
         self.state = SequenceState.WAITING
         #: nothing is computed while something is in it; see RequestQueues.park
         self.parked_for: frozenset[ParkedFor] = frozenset()
+        #: what it is parked for will come soon: it keeps its slot meanwhile
+        self.expected = False
         #: rounds of admission in which this request was the eldest and another one was admitted
         self.passed = 0
         self.kv = Allocation()
@@ -247,6 +250,11 @@ class Sequence:
     def parked(self) -> bool:
         """Nothing is computed for it until all that it waits for has come."""
         return bool(self.parked_for)
+
+    @property
+    def idle(self) -> bool:
+        """It is parked, and others may have its slot and its pages meanwhile."""
+        return bool(self.parked_for) and not self.expected
 
     @property
     def finished(self) -> bool:

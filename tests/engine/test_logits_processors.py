@@ -211,6 +211,28 @@ async def test_no_row_is_computed_behind_one_that_waits(make_engine: MakeEngine,
     assert stats.steps == 24 + 2 * 24
 
 
+async def test_a_row_that_waits_a_moment_keeps_its_slot_and_one_that_waits_long_does_not(
+    make_engine: MakeEngine,
+) -> None:
+    begun, answered = asyncio.Event(), asyncio.Event()
+
+    async def waiting(ids: Any, logits: Any) -> None:
+        begun.set()
+        await answered.wait()
+
+    async with make_engine(max_running_requests=1) as engine:
+        quick = engine.generate(PROMPT, asked(nothing_later))
+        others = [engine.generate(PROMPT[1:], asked()) for _ in range(3)]
+        await asyncio.gather(quick, *others)
+        assert engine.stats().retractions == 0
+        slow = engine.generate(PROMPT, asked(waiting))
+        await begun.wait()
+        await engine.generate(PROMPT[1:], asked())
+        assert engine.stats().retractions == 1
+        answered.set()
+        assert (await slow).token_ids == wanted(asked())
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_an_answer_to_logits_of_earlier_weights_is_not_used(make_engine: MakeEngine, when: str) -> None:
     begun, answered = asyncio.Event(), asyncio.Event()
