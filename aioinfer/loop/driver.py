@@ -150,8 +150,6 @@ class Driver:
         """Schedule a turn, since a plan may be possible now. On the loop's thread only."""
         self._interrupt()
         self.nudge()
-        if self._core.texts.behind and not self._stopping:
-            self._catch_up_soon()  # of tokens that no step brought
 
     def _interrupt(self) -> None:
         """Make steps in flight return after the round that they are computing."""
