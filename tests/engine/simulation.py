@@ -44,7 +44,7 @@ class Eager(TransferRates):
 
 
 #: virtual seconds in which all lifetimes have ended
-_LONGEST = 300.0
+_LONGEST = 1000.0
 #: what readers do who wait for nothing
 _IMPATIENT = ("cancel", "timeout", "never", "drop")
 

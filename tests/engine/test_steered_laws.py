@@ -182,6 +182,7 @@ def test_random_lifetimes_find_planted_bugs(
 ) -> None:
     """``first``: of the seeds, one that finds it, or shortly before."""
     plant(monkeypatch)
+    monkeypatch.setattr("tests.engine.simulation._LONGEST", 100.0)  # what hangs shows sooner
     make = with_processors(make_world)
     if plant is not _lets_them_go_on:
         make = with_branches(make)
