@@ -15,24 +15,24 @@ __all__ = ["Budgets"]
 class Budgets:
     """Counts their tokens after each step, and ends them. Of no cost while no request has a budget."""
 
-    __slots__ = ("_counts", "_queues")
+    __slots__ = ("_queues", "counts")
 
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
         #: some had one when it was counted last, or came since
-        self._counts = False
+        self.counts = False
 
     def add(self, sequence: Sequence) -> None:
         """A request with a budget is queued."""
         budget = sequence.request.budget
         assert budget is not None
         self._queues.sharing.setdefault(budget, {})[sequence] = None
-        self._counts = True
+        self.counts = True
 
     def charge(self, changed: list[Sequence]) -> list[Sequence]:
         """Count what came of them, in this order. Returns the requests that changed, those that end because
         others have used all tokens included. O(requests that change, and budgets)."""
-        if not self._counts:
+        if not self.counts:
             return changed
         for sequence in changed:
             budget, count, before = sequence.request.budget, len(sequence.output_ids), sequence.counted
@@ -47,7 +47,7 @@ class Budgets:
         ended = [each for budget, those in sharing.items() if budget.left <= 0 for each in those]
         for sequence in ended:
             self._end(sequence)
-        self._counts = bool(sharing)
+        self.counts = bool(sharing)
         return [*changed, *(each for each in ended if each not in changed)] if ended else changed
 
     def _end(self, sequence: Sequence) -> None:

@@ -459,7 +459,8 @@ class Scheduler:
         """
         self.memory.resolved(step.id)
         self.cap.fitted()
-        return self.budgets.charge(self.queues.batch.resolve(step, outcome, self.queues))
+        changed = self.queues.batch.resolve(step, outcome, self.queues)
+        return self.budgets.charge(changed) if self.budgets.counts else changed
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         """A step raised: its requests start over, and go on one at a time until they have come further.

@@ -193,7 +193,7 @@ class Generating:
     #: requests whose last token, by length, is sampled here
     ending: list[Sequence] = field(default_factory=list)
     #: requests that get no row before these have resolved
-    alone: list[Sequence] = field(default_factory=list)
+    alone: abc.Sequence[Sequence] = ()
     #: drafts of the last rows, which verify them: see :mod:`aioinfer.speculation`
     drafts: list[abc.Sequence[int]] = field(default_factory=list)
     #: of a draft model, and what it drafts at a time: 1, or the positions of a block

@@ -186,22 +186,27 @@ class TokenBatch:
             drafts = self._with_pages(sequences, starts, drafts)
         tables = self._tell_pages(sequences) if self._stale else []
         ending = [sequences[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
-        alone: list[Sequence] = []
-        if self._alone:
-            held = self._alone
-            alone = [each for row, each in enumerate(sequences) if each.key in held and row not in drafts]
         for sequence in ending:
             self.remove(sequence)
-        for sequence in alone:
-            if sequence.cursor.in_batch:
-                self.remove(sequence)
-        decodes = Generating(sequences, slots, starts, tables=tables, ending=ending, alone=alone)
+        decodes = Generating(sequences, slots, starts, tables=tables, ending=ending)
+        if self._alone:
+            decodes.alone = self._without_followers(sequences, drafts)
         if drafts:
             decodes = self._verify(decodes, drafts)
         if self._speculation is not None:
             decodes.draft_inputs = self._speculation.draft_inputs(decodes)
             decodes.draft_unit = self._speculation.draft_unit
         return decodes
+
+    def _without_followers(
+        self, sequences: abc.Sequence[Sequence], drafts: Collection[int]
+    ) -> abc.Sequence[Sequence]:
+        """Those that nothing is to follow leave the batch; ``drafts``: rows that verify some."""
+        held = self._alone
+        alone = [each for row, each in enumerate(sequences) if each.key in held and row not in drafts]
+        for sequence in alone:
+            self.remove(sequence)
+        return alone
 
     def _with_pages(
         self,
@@ -306,8 +311,10 @@ class TokenBatch:
                 counters.late_tokens += row.samples
             else:
                 updated += _resolve_chunk(step, row, tokens[index], forced.get(index, ()), queues)
-                self._go_on([row.sequence])
-        self._go_on(generating.alone)
+                if row.sequence.steering is not None:
+                    self._go_on([row.sequence])
+        if generating.alone:
+            self._go_on(generating.alone)
         return updated
 
     def _go_on(self, alone: abc.Sequence[Sequence]) -> None:
