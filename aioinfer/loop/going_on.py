@@ -34,6 +34,7 @@ from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.scheduling.sequence import Sequence as ModelSequence
 
 __all__ = ["GoingOn"]
 
@@ -65,6 +66,8 @@ class _Branch:
     queued: tuple[int, ...] | None = None
     #: its prompt as a key of the prefix cache, if somebody has that
     prompt_key: bytes | None = None
+    #: the sequence whose pages it shares
+    parent: ModelSequence | None = None
 
     def resumption(self, text: OutputText, shown: int, info: DeviceInfo) -> Resumption:
         """``text``: of all tokens. ``shown``: characters of it that came with those that are kept."""
@@ -76,7 +79,9 @@ class _Branch:
         text.pieces[:] = [piece for piece in (released[:read], released[read:]) if piece]
         same = checkpoint.numerics == info.numerics and info.deterministic
         identical = checkpoint.identical and same
-        return Resumption(checkpoint, text, identical, self.queued, self.prompt_key)
+        shared = len(checkpoint.prompt_token_ids) + self.kept
+        forked = None if self.parent is None else (self.parent, shared)
+        return Resumption(checkpoint, text, identical, self.queued, self.prompt_key, forked)
 
 
 class GoingOn(Service[_Opened]):
@@ -105,7 +110,8 @@ class GoingOn(Service[_Opened]):
             given[name] = getattr(output.request, name) if given[name] is None else given[name]
         behind, count = given.pop("queue_behind"), len(kept.token_ids)
         text = self._text_of(output, count, begun.params)
-        key, characters, opened = self._share(cell), len(text or ""), self.open.get(cell)
+        characters, opened = len(text or ""), self.open.get(cell)
+        key, parent = self._share(cell) or (None, None)
         queued = self._place(opened)[:1] if cut.beside and opened is not None else None
         streams: list[Stream] = []
         try:
@@ -118,7 +124,7 @@ class GoingOn(Service[_Opened]):
                 checkpoint = replace(
                     begun, params=own, seed=seed, delivered_tokens=count, delivered_characters=characters
                 )
-                branch = _Branch(checkpoint, count, then, cut, queued=queued, prompt_key=key)
+                branch = _Branch(checkpoint, count, then, cut, queued=queued, prompt_key=key, parent=parent)
                 request = Request(params=own, queue_behind=behind + number, **given)
                 child = StreamCell(Output(request, now))
                 self._begin_branch(child, branch, self._at_once(branch, text))
@@ -171,9 +177,9 @@ class GoingOn(Service[_Opened]):
     # -- what computes the requests -------------------------------------------------------------
 
     @abstractmethod
-    def _share(self, cell: StreamCell) -> bytes | None:
+    def _share(self, cell: StreamCell) -> tuple[bytes, ModelSequence] | None:
         """Let others have the pages of a request now, if it holds some; returns its prompt as a key of the
-        prefix cache, if it is known."""
+        prefix cache, and its sequence, if that is here."""
 
     @abstractmethod
     def _place(self, opened: _Opened) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ class Resumption:
     queued: tuple[int, ...] | None = None
     #: its prompt as a key of the prefix cache, if that is known
     prompt_key: bytes | None = None
+    #: the sequence that it was forked from, and positions that they share
+    forked: tuple[Sequence, int] | None = None
 
     @classmethod
     def prepare(cls, checkpoint: StreamCheckpoint, text: OutputText, info: DeviceInfo) -> Resumption:
@@ -95,6 +97,7 @@ class Resumption:
         # As after a retraction, but that no row was launched: what is scored is not scored again.
         sequence.restart()
         sequence.rewind(0)
+        sequence.forked = self.forked
         if cell is not None:
             cell.taken_ids = checkpoint.delivered_tokens
             cell.taken_pieces = int(checkpoint.delivered_characters > 0)

@@ -104,6 +104,8 @@ class Runtime(GoingOn[_Open]):
         self.transfers = PageTransfers(
             core, launcher.device, intake.loop, wake=self.driver.wake, nudge=self.driver.nudge, lost=self.lost
         )
+        if self.transfers.possible and core.info.block_size is None:
+            core.scheduler.memory.copy_page = self.transfers.copy_page
         self.holding = Holding(core.scheduler.memory, self.loop, config.max_held_share)
         launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
@@ -154,12 +156,12 @@ class Runtime(GoingOn[_Open]):
         self.core.abort(opened.sequence, error)
         self.driver.wake()
 
-    def _share(self, cell: StreamCell) -> bytes | None:
+    def _share(self, cell: StreamCell) -> tuple[bytes, Sequence] | None:
         opened = self.open.get(cell)
         if opened is None or opened.sequence is None:
             return None
         self.core.commit(opened.sequence)
-        return opened.sequence.token_key(0, len(cell.output.prompt_ids))
+        return opened.sequence.token_key(0, len(cell.output.prompt_ids)), opened.sequence
 
     def _place(self, opened: _Open) -> tuple[int, ...]:
         assert opened.sequence is not None

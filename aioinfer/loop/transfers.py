@@ -117,6 +117,13 @@ class PageTransfers:
         cached = self._memory.tree is not None
         return cached and bool(self._core.info.page_bytes) and isinstance(self._device, HostPages)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page to one that no step reads or writes yet, at once. Only if it is possible."""
+        assert isinstance(self._device, HostPages)
+        pages = self._device.page_views(source), self._device.page_views(target)
+        for theirs, mine in zip(*pages, strict=True):
+            mine[:] = theirs
+
     def attach(
         self,
         store: PageStore,

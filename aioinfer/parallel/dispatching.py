@@ -131,7 +131,7 @@ class Dispatching(Sending):
             record.begin(checkpoint)
         self._enqueue(record)
 
-    def _share(self, cell: StreamCell) -> bytes | None:
+    def _share(self, cell: StreamCell) -> None:
         """None: the replica that has the prefix shares it when its prompt is computed, or when it ends."""
 
     def _place(self, record: Record) -> tuple[int, ...]:

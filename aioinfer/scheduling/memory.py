@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
 from aioinfer.cache.nodes import Hold, Node
@@ -45,7 +45,10 @@ class PageFinder(Protocol):
 class Memory:
     """Pages, slots and, unless ``prefix_cache`` is off, the tree of prefixes."""
 
-    __slots__ = ("finder", "hit_tokens", "pages", "queried_tokens", "slots", "states", "transfers", "tree")
+    __slots__ = (
+        *("copy_page", "finder", "hit_tokens", "pages", "queried_tokens", "slots", "states", "transfers"),
+        "tree",
+    )
 
     def __init__(
         self,
@@ -71,6 +74,8 @@ class Memory:
                 tree = SnapshotTree(pages.page_size, SnapshotPool(snapshots))
             self.tree = tree
             self.states = StateCells(slots.total, pages.page_size, tree, snapshot_tokens)
+        #: copies one page to another at once; None: the device cannot, or no sequence begins amid a page
+        self.copy_page: Callable[[int, int], None] | None = None
         #: finds pages elsewhere; None: nothing is looked for
         self.finder: PageFinder | None = None
         self.transfers = Transfers()
@@ -169,9 +174,23 @@ class Memory:
         if self.states is not None:
             matched = 0 if self.tree is None else self.tree.match(self._key(sequence), sequence.namespace)
             self.states.admitted(sequence, matched)
+        forked, sequence.forked = sequence.forked, None
+        if forked is not None and self.copy_page is not None and self.states is None:
+            self._copy_tail(sequence, cached, *forked)
         self.queried_tokens += sequence.length
         self.hit_tokens += cached
         return True
+
+    def _copy_tail(self, sequence: Sequence, cached: int, parent: Sequence, shared: int) -> None:
+        """Have a fork begin behind what its parent has computed of the page on which they part, if that runs:
+        no step writes these positions again, and none reads or writes the new page yet."""
+        at, most = cached // self.pages.page_size, cached + self.pages.page_size
+        stop = min(shared, parent.cursor.committed, sequence.cursor.reusable, most)
+        same = parent.namespace == sequence.namespace and parent.kv.cacheable and parent.kv.arrival is None
+        if same and stop > cached and at < len(parent.kv.pages):
+            assert self.copy_page is not None
+            self.copy_page(parent.kv.pages[at], sequence.kv.pages[at])
+            sequence.restart(stop)
 
     def grow(self, sequence: Sequence) -> bool:
         """One more page for a running request."""

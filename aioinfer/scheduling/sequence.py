@@ -82,6 +82,7 @@ class Sequence:
         "cursor",
         "drafting",
         "expected",
+        "forked",
         "grammar",
         "key",
         "kv",
@@ -151,6 +152,8 @@ class Sequence:
         self.state = SequenceState.WAITING
         #: nothing is computed while something is in it; see RequestQueues.park
         self.parked_for: frozenset[ParkedFor] = frozenset()
+        #: until it is admitted: the sequence that it was forked from, and how many positions they share
+        self.forked: tuple[Sequence, int] | None = None
         #: what it is parked for will come soon: it keeps its slot meanwhile
         self.expected = False
         #: rounds of admission in which this request was the eldest and another one was admitted
