@@ -357,7 +357,8 @@ class TokenDecoding:
             steer, rows, patience=self.grammars.patience, outcomes=held.outcomes, usable=held.usable
         )
         if logits.device.type == "cpu":
-            return decided([*logits.numpy()])
+            lines: Any = logits.numpy()
+            return decided(lines)
         lines = [row.at + offset for row in rows for offset in range(1 + len(row.drafts))]
         at = transfer.send(np.asarray(lines, np.int64))
         copies = logits[at].cpu().numpy()
