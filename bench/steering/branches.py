@@ -76,6 +76,7 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
             stream = engine.generate(tokens(prompt, prompt), greedy(most - prompt))
             await _read(stream, long - prompt)
             times = [await _forked(stream) for _ in range(forks)]
+            several = [await _forked(stream, _READ) for _ in range(min(_READ, forks))]
             first = [await _first_token(stream) for _ in range(min(_READ, forks))]
             found = percentiles(times)
             asked |= {f"{what}, {name}": found[name] for name in ("p50", "p99")}
@@ -87,6 +88,7 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
                 us_p99=found["p99"],
                 us_max=found["max"],
                 us_first=times[0],
+                us_of_several=percentiles(several)["p50"],
                 first_token_ms=percentiles(first)["p50"],
                 step_ms=1e3 * gap(stream.result()),
             )
@@ -95,14 +97,15 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
         tell(report, f"fork of {long} tokens, long {what}: us", value, most=60)
 
 
-async def _forked(stream: Stream) -> float:
-    """Microseconds of a fork at the newest token, which is then read past."""
+async def _forked(stream: Stream, count: int = 1) -> float:
+    """Microseconds of each of so many forks at the newest token, which is then read past."""
     start = time.perf_counter()
-    (child,) = stream.fork()
-    seconds = time.perf_counter() - start
-    child.close()
+    children = stream.fork(count)
+    took = 1e6 * (time.perf_counter() - start) / count
+    for child in children:
+        child.close()
     await _read(stream, 1)
-    return 1e6 * seconds
+    return took
 
 
 async def _first_token(stream: Stream) -> float:
