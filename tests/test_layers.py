@@ -75,7 +75,7 @@ LAYERS: list[set[str]] = [
     # what differs between operating systems
     {"system"},
     # exceptions, results and how they are awaited, parts found by file name
-    {"errors", "awaited", "forks", "outputs", "plugins"},
+    {"errors", "awaited", "bounds", "forks", "outputs", "plugins"},
     # the version of the package
     {"_version"},
 ]

@@ -14,9 +14,9 @@ from aiohttp import web
 from jsonschema import Draft202012Validator
 
 import aioinfer
+from aioinfer.bounds import BOUNDS
 from aioinfer.chat.bodies import Object
 from aioinfer.errors import InvalidRequest
-from aioinfer.params import BOUNDS
 from aioinfer.request import Request
 from aioinfer.server import create_app, setup
 from aioinfer.server.openai.fields import ALIASES, PARAMS, ChatBody

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +15,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.execution.decoding.base import Output, Transfer
 from aioinfer.execution.decoding.draft_model import DraftForward, DraftModel, draft_forwards
+from aioinfer.execution.decoding.holding import Holding, hold
 from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, SamplingMetadata, SamplingTable
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
@@ -23,7 +24,7 @@ from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShape, GraphShapes, mixed_shapes
 from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.paging import Tables
-from aioinfer.execution.steering import Steered, SteeredRow, advance, awake, steer
+from aioinfer.execution.steering import SteeredRow, advance, awake
 from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -219,25 +220,6 @@ def _scores(step: Step, cu_q: _Ints) -> tuple[_Ints, _Ints, list[tuple[int, int,
     return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
 
 
-@dataclass(slots=True)
-class _Holding:
-    """What keeps sampling rows of a step from having a token, and rows with drafts from sampling behind all
-    of them: fields as of Constraints."""
-
-    outcomes: dict[int, int] = field(default_factory=dict)
-    forced: dict[int, list[int]] = field(default_factory=dict)
-    usable: dict[int, int] = field(default_factory=dict)
-    #: of ``forced``, what processors want
-    steered: dict[int, list[int]] = field(default_factory=dict)
-
-    def add(self, found: Steered) -> None:
-        self.outcomes |= found.outcomes
-        self.forced |= found.forced
-        self.steered = found.forced
-        for at, count in found.usable.items():
-            self.usable[at] = min(count, self.usable.get(at, count))
-
-
 class TokenDecoding:
     """Samples. See :class:`~aioinfer.execution.decoding.base.Decoding`."""
 
@@ -298,11 +280,17 @@ class TokenDecoding:
         processors, sampling = self.sampler.logits_processors, _sampling_batch(work, parts, transfer)
         if len(parts["bias_rows"]):
             processors.add_biases_(logits, parts["bias_rows"], parts["bias_ids"], parts["bias_bits"])
-        held = _Holding()
+        held = Holding()
         steered = awake(work.steered) if work.steered else []
         if work.grammars or steered:
             transfer.await_last_result()
-            held = self._hold(logits, work, steered, transfer)
+            held = hold(
+                *(logits, work.grammars, steered),
+                len(logits) if work.drafts is None else len(set(work.sample_rows)),
+                worker=self.grammars,
+                operations=processors,
+                transfer=transfer,
+            )
             masked = now()
         if work.sampling.allowed is not None:
             rows, masks = work.sampling.allowed
@@ -327,44 +315,6 @@ class TokenDecoding:
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[torch.Tensor]:
         """Tensors of the scored positions, in the order of :func:`_read_logprobs`; none without scores."""
         return [*score(self.sampler.logprobs, logits, ids, top)] if len(ids) else []
-
-    def _hold(
-        self, logits: torch.Tensor, work: TokenWork, rows: Sequence[SteeredRow], transfer: Transfer
-    ) -> _Holding:
-        """Apply what the logits processors of this step decide, and the masks, which were made while its
-        forward ran."""
-        held = _Holding()
-        grammars = work.grammars
-        if grammars:
-            num_rows = len(logits) if work.drafts is None else len(set(work.sample_rows))
-            found = self.grammars.collect(grammars, num_rows)
-            held.outcomes, held.forced, held.usable = found.outcomes, found.forced, found.usable
-        if rows:
-            steered = self._steer(logits, rows, held, transfer)
-            if grammars:
-                self.grammars.skip(grammars, steered.outcomes)
-            held.add(steered)
-        if grammars:
-            at = transfer.send(np.asarray(found.at, np.int64))
-            self.sampler.logits_processors.apply_masks_(logits, at, transfer.send(found.masks))
-        return held
-
-    def _steer(
-        self, logits: torch.Tensor, rows: Sequence[SteeredRow], held: _Holding, transfer: Transfer
-    ) -> Steered:
-        """On a device other than the CPU, copy these rows to the host and back."""
-        decided = partial(
-            steer, rows, patience=self.grammars.patience, outcomes=held.outcomes, usable=held.usable
-        )
-        if logits.device.type == "cpu":
-            lines: Any = logits.numpy()
-            return decided(lines)
-        lines = [row.at + offset for row in rows for offset in range(1 + len(row.drafts))]
-        at = transfer.send(np.asarray(lines, np.int64))
-        copies = logits[at].cpu().numpy()
-        found = decided(dict(zip(lines, copies, strict=True)))
-        logits[at] = transfer.send(copies)
-        return found
 
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
         """Read the result; from here on the grammars compute what they allow next."""

@@ -18,12 +18,13 @@ from pydantic import (
 )
 
 from aioinfer import plugins
+from aioinfer.bounds import BOUNDS, LONGEST_END, MOST
 from aioinfer.chat.bodies import CLIENTS, NO, OFF, Items, Object, Refused, TextOr, admit, field, later
 from aioinfer.chat.fields import ChosenTool, GrammarFields, Message, StructuredOutputs, Tool
 from aioinfer.chat.tools import MAX_TOOLS
 from aioinfer.chat.variables import EFFORTS
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.params import BOUNDS, LONGEST_END, MOST, DiffusionParams, SamplingParams
+from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.request import MAX_LABEL
 
 __all__ = [
