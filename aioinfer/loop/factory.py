@@ -62,6 +62,7 @@ def import_parts(policy: str | type) -> None:
     import_extensions()
     import aioinfer.execution.launcher
     import aioinfer.execution.torch_device
+    import aioinfer.loop.answers
     import aioinfer.loop.core
     import aioinfer.loop.generation
     import aioinfer.model.kept_files

@@ -356,6 +356,7 @@ class Runtime(GoingOn[_Open]):
         self.seats.close()
         self.holding.close()
         del self.core, self.driver, self.launcher, self.adapters, self.updates, self.transfers, self.holding
+        del self.answers
 
     # -- observing ------------------------------------------------------------------------------
 

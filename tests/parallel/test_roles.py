@@ -17,6 +17,7 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.parallel import handover as handovers
 from aioinfer.parallel.replica import Replica, Stored
 from tests.engine.simulation import settle
+from tests.engine.test_restoring import THINKS
 from tests.model.harness import require
 from tests.parallel.framed import Kind, both, framed
 from tests.parallel.test_failover import chat, check_same, diffusion, interrupted, read, toy_requests
@@ -200,9 +201,10 @@ async def test_an_engine_that_is_added_has_a_role() -> None:
 @both
 @virtual
 async def test_no_parameter_shows_that_a_stream_was_handed_over(kind: Kind) -> None:
-    engines = [Toy(longest=96, seed=seed, num_pages=64, deterministic=True) for seed in (1, 2)]
+    settings = {"longest": 96, "num_pages": 64, "deterministic": True, **THINKS}
+    engines = [Toy(seed=seed, **settings) for seed in (1, 2)]
     options: dict[str, Any] = {"roles": ["prefill", "decode"], "prefill_tokens": 1}
-    async with kind(engines, **options) as dispatcher, Dispatcher([Toy(longest=96)]) as plain:
+    async with kind(engines, **options) as dispatcher, Dispatcher([Toy(longest=96, **THINKS)]) as plain:
         for number, (ids, params) in enumerate(toy_requests()):
             seeded = params.changed(seed=number)
             wanted = await plain.generate(ids, seeded)
