@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from aioinfer.diffusion.block import Block, Rows
+from aioinfer.diffusion.guide import Guide
 from aioinfer.diffusion.proposal import Asked, Proposal, Propose, propose
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -81,17 +82,26 @@ class Algorithm(ABC):
         return state
 
     def step(
-        self, logits: torch.Tensor, block: Block, state: Rows, *, drawn: bool = True, filtered: bool = True
+        self,
+        logits: torch.Tensor,
+        block: Block,
+        state: Rows,
+        *,
+        drawn: bool = True,
+        filtered: bool = True,
+        guide: Guide | None = None,
     ) -> torch.Tensor:
         """Write tokens after one forward.
 
         Args:
-            logits: [R, B, V], any floating dtype, of the tokens at the same positions; not written to.
+            logits: [R, B, V], any floating dtype, of the tokens at the same positions; not written to
+                without a guide.
             block: written to.
             state: of :meth:`init_state`; written to.
             drawn: whether any row has a temperature above 0. The host knows it and passes it to save work;
                 True gives the same tokens if none has.
             filtered: whether any row with a temperature has top-k, top-p or min-p; in the same way.
+            guide: of rows whose parameters decide more than that; the logits are float32 then, and their own.
 
         Returns:
             [R] bool: the block's ``done``, true from the step that writes the last token on.
@@ -112,13 +122,19 @@ class Algorithm(ABC):
             drawn=drawn,
             filtered=drawn and filtered,
         )
+        if guide is not None:
+            guide.adjust(logits, block)
         proposal = (self._propose or propose)(logits, asked)
+        if guide is not None:
+            writable = guide.steer(logits, asked, proposal, block) & writable
         broken = (writable & ~proposal.valid).any(1)
         where = self.choose(proposal, block, state) & writable & ~broken.unsqueeze(1)
         block.write_(where, proposal.tokens, proposal.logprobs)
         block.failed |= broken
         block.done |= broken | self.finished(block, state)
         block.rounds += live
+        if guide is not None:
+            guide.written(block)
         return block.done
 
     def lowered(self, block: Block, state: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -41,6 +41,9 @@ class Block:
     written_in: torch.Tensor
     #: [R, B] float32: logprob of the token when it was written; 0 where none was
     logprobs: torch.Tensor
+    #: [R, B] int64: of a row with a grammar, tokens of the whole block that agree with what is known and that
+    #: the grammar allows; -1: none was found yet, or it ends before. See :mod:`aioinfer.diffusion.paths`
+    path: torch.Tensor
 
     @property
     def masked(self) -> torch.Tensor:

@@ -26,6 +26,7 @@ _TORCH = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _STATE = (
     *("starts", "ids", "known", "written_in", "logprobs", "rounds", "done", "changed", "failed"),
     "private",
+    "path",
 )
 _Array = TypeVar("_Array", torch.Tensor, npt.NDArray[Any])
 
@@ -105,6 +106,7 @@ class BlockRecords:
             {
                 "ids": ("int64", size),
                 "written_in": ("int64", size),
+                "path": ("int64", size),
                 "starts": ("int64", None),
                 "rounds": ("int64", None),
                 "counters": ("int64", num_counters),
@@ -130,6 +132,7 @@ class BlockRecords:
             columns[name][0] = getattr(state, name)
         columns["starts"][0] = state.start
         columns["counters"][0, : len(state.private)] = state.private
+        columns["path"][0] = state.path or -1
         columns["editable"][0, max(0, prompt_length - state.start) :] = True
         whole: npt.NDArray[np.int64] = record[0]
         return whole

@@ -37,6 +37,8 @@ class BlockState:
     failed: bool
     #: the counters of the algorithm, opaque to everything else
     private: tuple[int, ...] = ()
+    #: by position: the token of a way on that a grammar allows, -1 for none; empty: there is none
+    path: Sequence[int] = ()
 
     @classmethod
     def unknown(cls, start: int, given: Sequence[int], size: int, mask_id: int) -> Self:

@@ -29,7 +29,7 @@ __all__ = ["BlockGeneration", "Generation", "TokenGeneration", "default_diffusio
 _TOKEN_PARAMS = (
     "logits_processors",
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
-    *("allowed_token_ids", "prompt_logprobs", "grammar", "bad_words", "thinking_budget"),
+    *("allowed_token_ids", "prompt_logprobs", "thinking_budget"),
     *plugins.names(plugins.FILTERS),
 )
 

@@ -53,7 +53,7 @@ class Preparing:
         """
         if not self._config.prepare_grammars:
             return
-        if self._tokenizer is None or not self._info.generates or self._info.block_size is not None:
+        if self._tokenizer is None or not self._info.generates:
             return
         try:
             self._grammar_compiler()
@@ -115,6 +115,7 @@ class Preparing:
         # the first token on.
         sampled = params.logprobs is not None or params.logits_processors
         forwards = self._config.fast_forward and not sampled and self._info.num_snapshots != 0
+        forwards = forwards and self._info.block_size is None  # (the rounds of a block write them)
         least_forced = (self._config.overlap_steps or 0) + 2 if forwards else 0
         suggests = self.speculates(params)
         if suggests and least_forced:

@@ -82,7 +82,10 @@ class StreamCheckpoint:
         for name in ("logprobs", "prompt_logprobs"):
             record[name] = [(each.token_id, each.logprob, each.top) for each in record[name]]
         if self.block is not None:
-            record["block"] = {each.name: getattr(self.block, each.name) for each in fields(self.block)}
+            block = {each.name: getattr(self.block, each.name) for each in fields(self.block)}
+            if all(token < 0 for token in self.block.path):
+                del block["path"]
+            record["block"] = block
         for name in _RECENT:
             if not record[name]:
                 del record[name]
@@ -151,6 +154,7 @@ class _StoredBlock(msgspec.Struct, forbid_unknown_fields=True):
     changed: bool
     failed: bool
     private: tuple[_Int, ...]
+    path: list[_Int] = []
 
 
 class _Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aioinfer.errors import ConstraintFailed
 from aioinfer.outputs import Draft, TokenLogprob
 from aioinfer.sampling.outcomes import BAD_LOGITS, NOT_FINITE
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
@@ -284,8 +285,13 @@ class BlockBatch:
 
 
 def _fail(sequence: Sequence, queues: RequestQueues) -> None:
-    queues.memory.distrust(sequence)
-    queues.finish(sequence, "abort", FloatingPointError(NOT_FINITE))
+    error: Exception
+    if sequence.grammar is not None and sequence.grammar.failed is not None:
+        error = ConstraintFailed(sequence.params.constraints, sequence.grammar.failed)
+    else:
+        queues.memory.distrust(sequence)
+        error = FloatingPointError(NOT_FINITE)
+    queues.finish(sequence, "abort", error)
 
 
 def _commit_known(sequence: Sequence, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:

@@ -62,6 +62,13 @@ class BadWordsMatcher:
         self._newest.append(token)
         return True
 
+    def advance(self, tokens: Sequence[int]) -> int:
+        for at, token in enumerate(tokens):
+            if token in self.banned() or (self._inner is not None and not self._inner.advance([token])):
+                return at
+            self._newest.append(token)
+        return len(tokens)
+
     @property
     def stopped(self) -> bool:
         return self._inner is not None and self._inner.stopped

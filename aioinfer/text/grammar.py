@@ -50,6 +50,10 @@ class Matcher(Protocol):
     def accept(self, token: int) -> bool:
         """Advance by ``token``. False if the grammar does not allow it; the matcher stays in error then."""
 
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Advance by the first of ``tokens``, as many as the grammar allows, and return their number. A token
+        that it does not allow is no error."""
+
     @property
     def stopped(self) -> bool:
         """The output is complete and only an end token may follow, or there was an error."""

@@ -212,6 +212,10 @@ class _GuidanceMatcher:
         accepted: bool = self.native.consume_token(token)
         return accepted
 
+    def advance(self, tokens: Sequence[int]) -> int:
+        number: int = self.native.try_consume_tokens(tokens)
+        return number
+
     @property
     def stopped(self) -> bool:
         stopped: bool = self.native.is_stopped()

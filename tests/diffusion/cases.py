@@ -159,11 +159,11 @@ class Denoiser:
         state = algorithm.init_state(params, sampling, [row.sampling["seed"] for row in case.rows])
         return cls(case, algorithm(mask_id, propose), block, state)
 
-    def step(self, **flags: bool) -> None:
+    def step(self, *, drawn: bool = True, filtered: bool = True) -> None:
         rounds = self.block.rounds.tolist()
         logits = torch.stack([self.case.logits(row, rounds[row]) for row in range(len(rounds))])
         before = logits.clone()
-        self.algorithm.step(logits, self.block, self.state, **flags)
+        self.algorithm.step(logits, self.block, self.state, drawn=drawn, filtered=filtered)
         assert torch.equal(logits.nan_to_num(9), before.nan_to_num(9)), "logits are not written to"
 
 

@@ -151,7 +151,9 @@ class CapturedBlocks:
         count = len(work.rows)
         groups = work.groups
         assert packed.shape is not None, "the step was not packed for a graph"
-        if len(groups) != 1 or not replay(packed.shape.rows, (groups[0].algorithm, _kind(groups[0]))):
+        first = groups[0]
+        alike = len(groups) == 1 and not first.steered
+        if not alike or not replay(packed.shape.rows, (first.algorithm, _kind(first))):
             self._denoise(count, groups)
         records = self._kept[self._turn, :count]
         self._turn = (self._turn + 1) % KEPT

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from aioinfer.diffusion.algorithm import Algorithm
@@ -21,6 +22,7 @@ from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.execution.decoding.base import Transfer
+from aioinfer.execution.decoding.block_steering import BlockSteering
 from aioinfer.params import DiffusionParams
 from aioinfer.scheduling.step import NewRequestData
 
@@ -39,6 +41,8 @@ class AlgorithmRows:
     #: some row has a temperature; some row that has one has a filter, too
     drawn: bool
     filtered: bool
+    #: the rows are steered, and their slots are known
+    steered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class BlockTable:
         self._table = self._blank.repeat(num_slots + 1, 1)
         records.block(self._table)[0].done.fill_(True)
         self._algorithms: dict[str, _Algorithm] = {}
+        self._steering = BlockSteering(records.size)
 
     @property
     def words(self) -> int:
@@ -97,6 +102,7 @@ class BlockTable:
         self._table.index_copy_(0, slots, records.view(len(tenants), -1))
         asked: dict[str, list[Tenant]] = {}
         for tenant in tenants:
+            self._steering.admit(tenant.slot, tenant.data)
             asked.setdefault(tenant.params.algorithm, []).append(tenant)
         for algorithm in self._algorithms.values():
             algorithm.forget_rows()
@@ -146,7 +152,12 @@ class BlockTable:
             block, counters = self._records.block(round.records[rows])
             entry = self._of(group.algorithm)
             state = entry.state(round.slots[rows], group.key, counters)
-            entry.algorithm.step(logits[rows], block, state, drawn=group.drawn, filtered=group.filtered)
+            mine, guide = logits[rows], None
+            if group.steered:
+                assert group.key is not None, "the slots of steered rows are known"
+                mine = mine.to(torch.float32, copy=True)
+                guide = self._steering.guide(np.frombuffer(group.key, np.int64).tolist())
+            entry.algorithm.step(mine, block, state, drawn=group.drawn, filtered=group.filtered, guide=guide)
         self._table.index_copy_(0, round.slots, round.records)
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.config import EngineConfig
+from aioinfer.diffusion.guide import steered
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
@@ -68,6 +69,7 @@ class BlockPacker:
         self._algorithm = np.zeros(num_slots + 1, np.int64)
         self._drawn = np.zeros(num_slots + 1, np.bool_)
         self._filtered = np.zeros(num_slots + 1, np.bool_)
+        self._steered = np.zeros(num_slots + 1, np.bool_)
         #: the slot's block does not begin before this position
         self._reached = np.zeros(num_slots + 1, np.int64)
         #: of the step that is packed next
@@ -82,6 +84,7 @@ class BlockPacker:
             self._algorithm[slot] = algorithm_names().index(diffusion.algorithm)
             self._drawn[slot] = drawn = params.temperature > 0
             self._filtered[slot] = drawn and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+            self._steered[slot] = steered(params)
             self._tenants.append(Tenant(slot, data, diffusion))
             self._begun.append(self._begin(slot, data))
 
@@ -112,9 +115,9 @@ class BlockPacker:
                 np.asarray([row.blocks for row in step.prefilling], np.int64),
             )
         )
-        # Rows of one algorithm next to each other, and for each of their tensors that is a slice.
+        # Rows of one kind next to each other, and for each of their tensors that is a slice.
         order = np.flatnonzero(blocks)
-        order = order[np.argsort(self._algorithm[slots[order]], kind="stable")]
+        order = order[np.argsort(self._kinds(slots[order]), kind="stable")]
         own, pairs = slots[order], blocks[order] - 1
         targets = placement.kv_len[order] - size
         first = placement.cu_q[order + 1] - blocks[order] * size
@@ -136,19 +139,24 @@ class BlockPacker:
             may_turn=may_turn,
         )
 
+    def _kinds(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of each slot, its algorithm and whether its rows are steered."""
+        return 2 * self._algorithm[slots] + self._steered[slots]
+
     def _groups(self, slots: npt.NDArray[np.int64]) -> list[AlgorithmRows]:
-        """Packed block rows, in the order of their algorithms."""
-        numbers = self._algorithm[slots]
+        """Packed block rows, in the order of their kinds."""
+        numbers = self._kinds(slots)
         edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(slots)]
         drawn, filtered = self._drawn[slots], self._filtered[slots]
         return [
             AlgorithmRows(
-                algorithm_names()[numbers[first]],
+                algorithm_names()[numbers[first] // 2],
                 first,
                 last,
                 slots[first:last].tobytes(),
                 bool(drawn[first:last].any()),
                 bool(filtered[first:last].any()),
+                bool(numbers[first] % 2),
             )
             for first, last in pairwise(edges)
             if first < last
