@@ -309,8 +309,8 @@ class DiffusionParams:
     checked on construction; :class:`~aioinfer.errors.InvalidRequest` names an invalid one.
 
     Attributes:
-        algorithm: ``low_confidence``, ``joint_threshold``, ``static_steps``, ``factor`` or ``entropy_bound``;
-            not set: the engine's ``diffusion_algorithm``.
+        algorithm: ``low_confidence``, ``joint_threshold``, ``joint_threshold_indel``, ``static_steps``,
+            ``factor`` or ``entropy_bound``; not set: the engine's ``diffusion_algorithm``.
         threshold: tokens proposed with more confidence than this are written in the same round, in [0, 1].
             At 1, each round writes one token. Not set: the engine's ``diffusion_threshold``.
         steps: maximum forwards to fill a block: if necessary, a round writes more tokens than the algorithm

@@ -10,7 +10,8 @@ import torch
 
 from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.guide import Guide
-from aioinfer.diffusion.proposal import Asked, Proposal, Propose, propose
+from aioinfer.diffusion.proposal import Asked, Proposal, Propose
+from aioinfer.diffusion.proposal import propose as torch_propose
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 
@@ -36,15 +37,23 @@ class Algorithm(ABC):
     parameters: ClassVar[Mapping[str, float]]
     #: names of integers in the state that are 0 at the start of every block
     counters: ClassVar[tuple[str, ...]] = ()
+    #: integers per position in the state, ``history`` [R, B, n], that are 0 at the start of every block
+    history: ClassVar[int] = 0
+    #: whether tokens move within a block: only models with tokens that delete and split can have that
+    moves: ClassVar[bool] = False
     #: whether a written token is never replaced: then the known prefix of a block can be streamed at once
     monotone: ClassVar[bool] = True
     #: whether :meth:`choose` looks at the entropy of positions
     needs_entropy: ClassVar[bool] = False
 
-    def __init__(self, mask_id: int, propose: Propose | None = None) -> None:
-        """``propose``: kernels that propose tokens; None for torch's operations."""
+    def __init__(
+        self, mask_id: int, propose: Propose | None = None, edit_ids: tuple[int, int] | None = None
+    ) -> None:
+        """``propose``: kernels that propose tokens; None for torch's operations. ``edit_ids``: the tokens
+        that delete and split, for an algorithm that ``moves``."""
         self._mask_id = mask_id
-        self._propose = propose
+        self._propose = propose or torch_propose
+        self._edit_ids = edit_ids
 
     @classmethod
     def check(cls, params: DiffusionParams) -> None:
@@ -54,13 +63,20 @@ class Algorithm(ABC):
                 raise InvalidRequest(name, f"is not a parameter of {cls.name}")
 
     @classmethod
+    def private(cls, size: int) -> int:
+        """The number of integers in the state of a block of ``size`` positions that rounds write."""
+        return len(cls.counters) + cls.history * size
+
+    @classmethod
     def init_state(
         cls,
         params: Sequence[DiffusionParams],
         sampling: Sequence[SamplingParams],
         seeds: Sequence[int],
+        size: int = 0,
     ) -> Rows:
-        """The state of rows at the start of a block, one row per request; [R] each, by name.
+        """The state of rows at the start of a block of ``size`` positions, one row per request; [R] each,
+        by name, and ``history``.
 
         State and block are all that a row needs to continue. Callers may move them to other rows or devices,
         and need not interpret the state.
@@ -79,6 +95,8 @@ class Algorithm(ABC):
         state["seed"] = torch.tensor(list(seeds), dtype=torch.int64)
         for name in cls.counters:
             state[name] = torch.zeros(len(params), dtype=torch.int64)
+        if cls.history:
+            state["history"] = torch.zeros(len(params), size, cls.history, dtype=torch.int64)
         return state
 
     def step(
@@ -111,20 +129,10 @@ class Algorithm(ABC):
             return block.done
         live = ~block.done
         writable = live.unsqueeze(1) & (block.masked if self.monotone else block.editable)
-        asked = Asked(
-            positions=block.positions,
-            rounds=block.rounds,
-            sampling=state,
-            wanted=writable,
-            mask_id=self._mask_id,
-            lowered=self.lowered(block, state),
-            entropy=self.needs_entropy,
-            drawn=drawn,
-            filtered=drawn and filtered,
-        )
+        asked = self.asked(block, state, writable, drawn, filtered)
         if guide is not None:
             guide.adjust(logits, block)
-        proposal = (self._propose or propose)(logits, asked)
+        proposal = self._propose(logits, asked)
         if guide is not None:
             writable = guide.steer(logits, asked, proposal, block) & writable
         broken = (writable & ~proposal.valid).any(1)
@@ -136,6 +144,20 @@ class Algorithm(ABC):
         if guide is not None:
             guide.written(block)
         return block.done
+
+    def asked(self, block: Block, state: Rows, wanted: torch.Tensor, drawn: bool, filtered: bool) -> Asked:
+        """What is proposed at the positions ``wanted``, [R, B] bool."""
+        return Asked(
+            positions=block.positions,
+            rounds=block.rounds,
+            sampling=state,
+            wanted=wanted,
+            mask_id=self._mask_id,
+            lowered=self.lowered(block, state),
+            entropy=self.needs_entropy,
+            drawn=drawn,
+            filtered=drawn and filtered,
+        )
 
     def lowered(self, block: Block, state: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
         """One token of each position, [R, B] int64, -1 for none, whose logit is lowered before tokens are

@@ -9,7 +9,7 @@ from aioinfer import plugins
 if TYPE_CHECKING:
     from aioinfer.diffusion.algorithm import Algorithm
 
-__all__ = ["algorithm_class", "algorithm_names"]
+__all__ = ["algorithm_class", "algorithm_names", "usable_algorithms"]
 
 
 def algorithm_names() -> tuple[str, ...]:
@@ -21,3 +21,9 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """The class of an algorithm; imports torch. Raises KeyError for an unknown name."""
     found: type[Algorithm] = plugins.load(plugins.ALGORITHMS, name)
     return found
+
+
+def usable_algorithms(edit_ids: tuple[int, int] | None) -> tuple[str, ...]:
+    """The algorithms that a model with these tokens that delete and split can have; imports torch."""
+    names = algorithm_names()
+    return names if edit_ids else tuple(name for name in names if not algorithm_class(name).moves)

@@ -65,6 +65,8 @@ class DeviceInfo:
     block_size: int | None = None
     #: of a diffusion model, what stands where nothing is known
     mask_token_id: int | None = None
+    #: of a diffusion model, tokens that delete a position and that split it in two; None: there are none
+    edit_token_ids: tuple[int, int] | None = None
     #: "own" for this package's code, "transformers" for its implementation over paged attention; and why that
     implementation: str = ""
     fallback_reason: str = ""

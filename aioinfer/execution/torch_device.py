@@ -164,6 +164,7 @@ class TorchDevice:
             page_layout="" if self._pages is None else self._pages.layout,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
+            edit_token_ids=spec.edit_token_ids,
             implementation="transformers" if spec.fallback_reason else "own",
             fallback_reason=spec.fallback_reason,
             dtype=str(spec.dtype).removeprefix("torch."),

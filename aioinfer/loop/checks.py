@@ -32,7 +32,7 @@ class Checks:
         self._config = config
         self._info = info
         self._has_text = tokenizer is not None
-        self._generation = generation(info.block_size)
+        self._generation = generation(info.block_size, edits=info.edit_token_ids is not None)
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output."""

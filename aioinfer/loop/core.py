@@ -99,7 +99,7 @@ class Core:
         self.tokenizer = tokenizer
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Sequence] = []
-        self._generation = generation(info.block_size)
+        self._generation = generation(info.block_size, edits=info.edit_token_ids is not None)
         self.checks = Checks(config, info, tokenizer)
         self._config = config
         #: requests that ended because planning raised, until :meth:`take_ended`

@@ -124,7 +124,7 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     for it, and those of the config. Blocks. Raises ConfigError."""
     from aioinfer.loop.generation import default_diffusion, generation  # imports numpy
 
-    diffusion = default_diffusion(config, info.block_size)
+    diffusion = default_diffusion(config, info.block_size, edits=info.edit_token_ids is not None)
 
     checkpoint = _checkpoint(config)
     recommended = {} if checkpoint is None else checkpoint.generation_config()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer import plugins
 from aioinfer.config import EngineConfig
+from aioinfer.diffusion.guide import steered
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.block_batch import BlockBatch
@@ -22,6 +23,9 @@ from aioinfer.scheduling.queues import RunningBatch
 from aioinfer.scheduling.sequence import MakeCursor
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.token_batch import TokenBatch
+
+if TYPE_CHECKING:
+    from aioinfer.diffusion.algorithm import Algorithm
 
 __all__ = ["BlockGeneration", "Generation", "TokenGeneration", "default_diffusion", "generation"]
 
@@ -85,8 +89,10 @@ class BlockGeneration:
         {"overlap_steps": 0, "max_prefill_tokens": 256}
     )
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, edits: bool = False) -> None:
+        """``edits``: the model has tokens that delete and split."""
         self._block_size = block_size
+        self._edits = edits
 
     def check(self, params: SamplingParams) -> None:
         defaults = SamplingParams()
@@ -105,7 +111,11 @@ class BlockGeneration:
 
         diffusion = params.diffusion or DiffusionParams()
         algorithm = algorithm_class(diffusion.algorithm)
-        algorithm.check(diffusion)
+        _check_algorithm(algorithm, diffusion, self._edits)
+        if algorithm.moves and steered(params):
+            raise InvalidRequest(
+                "algorithm", f"{algorithm.name} moves tokens: it knows no grammars, biases and penalties"
+            )
         return functools.partial(
             BlockCursor,
             block_size=self._block_size,
@@ -119,17 +129,28 @@ class BlockGeneration:
         return BlockBatch(memory, config, self._block_size)
 
 
-def generation(block_size: int | None) -> Generation:
-    """Choose by the size of the model's blocks; None: without blocks."""
+def generation(block_size: int | None, *, edits: bool = False) -> Generation:
+    """Choose by the size of the model's blocks; None: without blocks. ``edits``: as in BlockGeneration."""
     if block_size is None:
         return TokenGeneration()
-    return BlockGeneration(block_size)
+    return BlockGeneration(block_size, edits=edits)
 
 
-def default_diffusion(config: EngineConfig, block_size: int | None) -> DiffusionParams | None:
+def _check_algorithm(algorithm: type[Algorithm], params: DiffusionParams, edits: bool) -> None:
+    """Raise InvalidRequest for parameters that it does not use, and for a model that cannot have it."""
+    algorithm.check(params)
+    if algorithm.moves and not edits:
+        raise InvalidRequest(
+            "algorithm", f"{algorithm.name} needs a model whose config has delete_token_id and split_token_id"
+        )
+
+
+def default_diffusion(
+    config: EngineConfig, block_size: int | None, *, edits: bool = False
+) -> DiffusionParams | None:
     """The denoising parameters of requests that name none; None where the config names none. Raises
-    ConfigError for a model that is no diffusion model, and for a threshold that the algorithm does not
-    use."""
+    ConfigError for a model that is no diffusion model or cannot have the algorithm, and for a threshold that
+    the algorithm does not use. ``edits``: as in BlockGeneration."""
     given = {"algorithm": config.diffusion_algorithm, "threshold": config.diffusion_threshold}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not values:
@@ -140,7 +161,7 @@ def default_diffusion(config: EngineConfig, block_size: int | None) -> Diffusion
 
     params = DiffusionParams(**values)
     try:
-        algorithm_class(params.algorithm).check(params)
+        _check_algorithm(algorithm_class(params.algorithm), params, edits)
     except InvalidRequest as error:
         raise ConfigError(f"diffusion_{error}") from error
     return params

@@ -211,8 +211,11 @@ def _check_state(
         ("logprobs", all(map(math.isfinite, block.logprobs))),
         ("rounds", block.rounds < _MOST_ROUNDS),
         ("written_in", all(-1 <= each < _MOST_ROUNDS for each in block.written_in)),
-        ("private", len(block.private) == len(algorithm.counters) or not (block.private or block.rounds)),
-        ("private", all(0 <= each < _MOST_ROUNDS for each in block.private)),
+        (
+            "private",
+            len(block.private) == algorithm.private(len(block.ids)) or not (block.private or block.rounds),
+        ),
+        ("private", all(0 <= each < 1 << 63 for each in block.private)),
         ("done", not (block.done or block.failed)),
     ):
         if not right:

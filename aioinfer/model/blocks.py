@@ -17,6 +17,8 @@ class Blocks:
     #: positions of a block, a power of two
     size: int
     mask_token_id: int
+    #: tokens that delete a position and that split it in two (LLaDA2.2); None: the model has none
+    edit_token_ids: tuple[int, int] | None = None
 
 
 def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks:
@@ -28,7 +30,7 @@ def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks
         size: positions of a block; overrides the config if not None.
 
     Raises:
-        ConfigError: if the size is no power of two, or the mask token is outside the vocabulary.
+        ConfigError: if the size is no power of two, or a token is outside the vocabulary or has two meanings.
     """
     name = config.architectures[0]
     stated = getattr(config, "block_size", None)
@@ -44,7 +46,21 @@ def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks
             f"model: the mask token of {name} would be {mask!r}, outside its {config.vocab_size} tokens:"
             " config.json must state its mask_token_id"
         )
-    return Blocks(size, mask)
+    return Blocks(size, mask, _edit_tokens(config, mask))
+
+
+def _edit_tokens(config: Any, mask: int) -> tuple[int, int] | None:
+    delete: Any = getattr(config, "delete_token_id", None)
+    split: Any = getattr(config, "split_token_id", None)
+    if delete is None and split is None:
+        return None
+    valid = all(_is_count(token) and 0 <= token < config.vocab_size for token in (delete, split))
+    if not valid or len({delete, split, mask}) < 3:
+        raise ConfigError(
+            f"model: delete_token_id and split_token_id of {config.architectures[0]} must be two tokens of "
+            f"its {config.vocab_size}, and not the mask; got {delete!r} and {split!r}"
+        )
+    return delete, split
 
 
 def _is_count(value: object) -> bool:

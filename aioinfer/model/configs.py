@@ -56,6 +56,11 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
     moe_router_enable_expert_bias: bool = True
     routed_scaling_factor: float = 1.0
     partial_rotary_factor: float = 1.0
+    #: of LLaDA2.2: experts that the tokens of a block share, and the tokens that delete and split
+    expert_capacity: int | None = None
+    block_size: int | None = None
+    delete_token_id: int | None = None
+    split_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -69,6 +74,8 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
             needed += ["num_experts_per_tok", "moe_intermediate_size"]
         if not self.num_experts or self.first_k_dense_replace:
             needed.append("intermediate_size")
+        if self.expert_capacity is not None:
+            needed.append("expert_capacity")
         for name in needed:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

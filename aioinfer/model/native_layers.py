@@ -16,7 +16,7 @@ from aioinfer.model.layer_kernels import ExpertKernels, LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
-from aioinfer.model.moe.routing import Rule
+from aioinfer.model.moe.routing import Router, Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.native import NativeDecoder, NativeMLP, NativeTargets, parts_of
 from aioinfer.model.native_linear import NativeLinear
@@ -77,7 +77,9 @@ class NativeLayers(LayerKernels):
     def _plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         return NativeMLP(self._packed(up, self._rounding), self._packed(down, self._rounding), gate)
 
-    def _router(self, rule: Rule) -> NativeRouter:
+    def _router(self, rule: Rule) -> Router:
+        if getattr(rule, "capacity", 0):
+            return rule  # of no single token
         return NativeRouter(self._pool, rule, self._dtype)
 
     def _native_experts(self, stored: StoredExperts) -> NativeExperts:

@@ -55,6 +55,8 @@ class ModelSpec:
     block_size: int | None = None
     #: the token of unknown positions of a block; None for an autoregressive model
     mask_token_id: int | None = None
+    #: tokens that delete a position of a block and that split it in two; None: the model has none
+    edit_token_ids: tuple[int, int] | None = None
     #: name of the backend of the layers between attention, and why it; empty if they are transformers' own
     layer_kernels: str = ""
     layer_reason: str = ""

@@ -13,7 +13,7 @@ from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.params import DiffusionParams, SamplingParams
-from tests.diffusion.reference import Row
+from tests.diffusion.reference import DELETE, SPLIT, Row
 from tests.toys.blocks import begin_blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -156,8 +156,9 @@ class Denoiser:
             for row in case.rows
         ]
         sampling = [SamplingParams(**row.sampling) for row in case.rows]
-        state = algorithm.init_state(params, sampling, [row.sampling["seed"] for row in case.rows])
-        return cls(case, algorithm(mask_id, propose), block, state)
+        seeds = [row.sampling["seed"] for row in case.rows]
+        state = algorithm.init_state(params, sampling, seeds, case.size)
+        return cls(case, algorithm(mask_id, propose, (DELETE, SPLIT)), block, state)
 
     def step(self, *, drawn: bool = True, filtered: bool = True) -> None:
         rounds = self.block.rounds.tolist()
@@ -176,7 +177,7 @@ def seen(block: Block, row: int) -> dict[str, Any]:
 def assert_agrees(case: Case, mask_id: int = MASK, propose: Propose | None = None) -> int:
     """Token for token and step for step, until all rows are done and a step more. Returns the steps."""
     denoiser = Denoiser.of(case, mask_id, propose)
-    for steps in range(1, case.size + 16 + 3):
+    for steps in range(1, case.size + 16 + 4):
         finished = all(row.done for row in case.rows)
         for number, row in enumerate(case.rows):
             row.step(case.logits(number, row.rounds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "factor": {"factor": 1.0},
     "entropy_bound": {"entropy_bound": 0.15},
     "joint_threshold": {"threshold": 0.5, "edit_threshold": 0.0, "max_post_edits": 16, "penalty": 0.0},
+    "joint_threshold_indel": {"threshold": 0.5, "edit_threshold": 0.0, "max_post_edits": 16},
 }
+#: the tokens that delete and split
+DELETE, SPLIT = 11, 2
 
 
 @dataclass
@@ -46,6 +50,11 @@ class Row:
     logprobs: list[float] = field(init=False)
     rounds: int = 0
     post_edits: int = 0
+    #: by position, whether it is a mask that was not there at first
+    inserted: list[bool] = field(init=False)
+    #: the block before each round; by position, the tokens that were chosen, the last one last
+    blocks: list[list[int]] = field(default_factory=list)
+    chosen: dict[int, list[int]] = field(default_factory=dict)
     done: bool = False
     changed: bool = False
     failed: bool = False
@@ -56,6 +65,7 @@ class Row:
         self.known = [True] * len(self.given) + [False] * unknown
         self.written_in = [-1] * self.size
         self.logprobs = [0.0] * self.size
+        self.inserted = [False] * self.size
         self.done = unknown == 0
         self.params = {**DEFAULTS[self.algorithm], **self.params}
 
@@ -63,6 +73,11 @@ class Row:
         """One round; logits [B, V]."""
         self.changed = False
         if self.done:
+            return
+        if self.algorithm == "joint_threshold_indel":
+            self.failed = not self.joint_threshold_indel(logits)
+            self.done |= self.failed
+            self.rounds += 1
             return
         answer = range(len(self.given), self.size)
         masked = [at for at in answer if not self.known[at]]
@@ -168,3 +183,88 @@ class Row:
             if self.known[at] and proposed.token != self.ids[at] and proposed.confidence > edit_threshold:
                 writes.append(at)
         return writes
+
+    def proposed(self, logits: torch.Tensor, at: int, banned: Iterable[int] = ()) -> Proposed | None:
+        """At one position, without the mask and what is banned; None: that is not possible."""
+        line = logits[at].float().numpy().copy()
+        line[[self.mask_id, *banned]] = -np.inf
+        bad = np.isnan(line).any() or line.max() in (np.inf, -np.inf)
+        return None if bad else self.propose(line, at)
+
+    def joint_threshold_indel(self, logits: torch.Tensor) -> bool:
+        """One round; False if it fails."""
+        answer = range(len(self.given), self.size)
+        proposals: dict[int, Proposed] = {}
+        for at in answer:
+            found = self.proposed(logits, at)
+            if found is None:
+                return False
+            proposals[at] = found
+        masked = [at for at in answer if not self.known[at]]
+        original = [at for at in masked if not self.inserted[at]]
+        most = self.params["max_post_edits"]
+        if not original:
+            self.post_edits += 1
+        last = self.rounds + 1 > self.size + most
+        last |= self.post_edits >= most if most > 0 else not original
+        fill = masked
+        if original and not last:
+            threshold = np.float32(self.params["threshold"])
+            least = max(1 + len(masked) - len(original), self.due(masked))
+            fill = [at for at in masked if proposals[at].confidence > threshold]
+            if len(fill) < least:
+                fill = sorted(masked, key=lambda at: (-proposals[at].confidence, at))[:least]
+            if most == 0 and set(original) <= set(fill):
+                last, fill = True, masked
+        edit_threshold = np.float32(self.params["edit_threshold"])
+        changes = [
+            at
+            for at in answer
+            if self.known[at]
+            and proposals[at].token != self.ids[at]
+            and proposals[at].confidence > edit_threshold
+        ]
+        if not fill + changes:
+            self.done = True
+            return True
+        writes = sorted(fill + changes)
+        if last:
+            for at in writes:
+                if proposals[at].token in (DELETE, SPLIT):
+                    found = self.proposed(logits, at, (DELETE, SPLIT))
+                    if found is None:
+                        return False
+                    proposals[at] = found
+        elif self.ids in self.blocks[-self.size :]:
+            at = min(writes, key=lambda at: (proposals[at].confidence, at))
+            tried = self.chosen.get(at, [])[-9:]
+            proposals[at] = self.proposed(logits, at, tried) or proposals[at]
+        self.blocks.append(list(self.ids))
+        for at in writes:
+            earlier = self.chosen.setdefault(at, [])
+            if proposals[at].token in earlier:
+                earlier.remove(proposals[at].token)
+            earlier.append(proposals[at].token)
+        self.edit({at: proposals[at] for at in writes})
+        self.changed = self.ids != self.blocks[-1]
+        self.done = last
+        return True
+
+    def edit(self, writes: dict[int, Proposed]) -> None:
+        """Write, delete and split from the left to the right."""
+        blank = (self.mask_id, False, self.rounds, 0.0, True)
+        columns = zip(self.ids, self.known, self.written_in, self.logprobs, self.inserted, strict=True)
+        block: list[tuple[int, bool, int, float, bool]] = []
+        for at, old in enumerate(columns):
+            new = writes.get(at)
+            if new is None or (self.known[at] and new.token == self.ids[at]):
+                block.append(old)
+            elif new.token == SPLIT:
+                block += [blank, old]
+            elif new.token != DELETE:
+                block.append((new.token, True, self.rounds, new.logprob, False))
+        block = (block + [blank] * self.size)[: self.size]
+        for name, values in zip(
+            ("ids", "known", "written_in", "logprobs", "inserted"), zip(*block, strict=True), strict=True
+        ):
+            setattr(self, name, list(values))

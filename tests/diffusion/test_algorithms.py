@@ -86,25 +86,23 @@ def test_edges_of_thresholds(edge: str) -> None:
 
 
 def literal_joint(case: Case) -> tuple[list[int], int, bool]:
-    """JointThreshold as it was published: done is reported by the forward after the one that ends the edits.
+    """JointThreshold as it is published: a forward that changes nothing ends it, and so does the first one
+    beyond the budget of edits.
 
-    Returns the final ids, the forwards, and whether the budget of edits ended it.
+    Returns the final ids, the forwards, and whether the budget ended it.
     """
     row = case.rows[0]
-    finished = spent = False
-    for forward in range(200):
-        if finished:
-            return row.ids, forward + 1, spent
+    for forward in range(1, 200):
         full = all(row.known)
         row.done = False
         row.step(case.logits(0, row.rounds))
-        finished = not row.changed
-        spent = full and row.post_edits > row.params["max_post_edits"]
+        if not row.changed:
+            return row.ids, forward, full and row.post_edits > row.params["max_post_edits"]
     raise AssertionError("does not end")
 
 
 @rest(SECONDS)
-def test_joint_threshold_saves_the_forwards_that_change_nothing() -> None:
+def test_joint_threshold_commits_in_the_forward_that_finds_no_edits_left() -> None:
     endings = set()
     for seed in range(scaled(120)):
         case = make_case("joint_threshold", seed)
@@ -118,7 +116,7 @@ def test_joint_threshold_saves_the_forwards_that_change_nothing() -> None:
         if case.rows[0].failed:
             continue
         assert ours.rows[0].ids == ids, seed
-        assert ours.rows[0].rounds == forwards - (2 if spent else 1), seed
+        assert ours.rows[0].rounds == forwards - spent, seed
         assert ours.rows[0].changed is False, "the reference has stepped a done row once more"
         endings.add(spent)
     assert endings == {True, False}

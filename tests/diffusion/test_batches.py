@@ -11,6 +11,7 @@ import torch
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
+from tests.diffusion.reference import DELETE, SPLIT
 from tests.tiers import SECONDS, rest, scaled
 from tests.toys.blocks import begin_blocks
 
@@ -113,10 +114,10 @@ def test_few_rows(algorithm: str, rows: int) -> None:
     cls = algorithm_class(algorithm)
     block = begin_blocks([[]] * rows, [0] * rows, size=4, mask_id=MASK)
     state = cls.init_state(
-        [DiffusionParams(algorithm=algorithm)] * rows, [SamplingParams()] * rows, [1] * rows
+        [DiffusionParams(algorithm=algorithm)] * rows, [SamplingParams(temperature=0)] * rows, [1] * rows, 4
     )
     logits = torch.zeros(rows, 4, 2 * VOCAB)[..., ::2]
     for _ in range(4):
-        done = cls(MASK).step(logits, block, state)
+        done = cls(MASK, None, (DELETE, SPLIT)).step(logits, block, state)
     assert done.shape == (rows,)
     assert block.masked.sum() == 0

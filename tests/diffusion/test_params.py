@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names, usable_algorithms
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 
@@ -36,12 +36,16 @@ def test_a_wrong_parameter_is_named(name: str, value: Any) -> None:
 
 
 def test_algorithms_are_found_by_their_files() -> None:
-    names = ("entropy_bound", "factor", "joint_threshold", "low_confidence", "static_steps")
-    assert algorithm_names() == names
-    for name in names:
+    names = ("entropy_bound", "factor", "joint_threshold", "joint_threshold_indel")
+    assert algorithm_names() == (*names, "low_confidence", "static_steps")
+    for name in algorithm_names():
         found = algorithm_class(name)
         assert found.name == name
-        assert found.monotone == (name != "joint_threshold")
+        assert found.monotone == ("joint" not in name)
+        assert (name in usable_algorithms(None)) == (not found.moves)
+    assert usable_algorithms((1, 2)) == algorithm_names()
+    for name in algorithm_names():
+        found = algorithm_class(name)
         DiffusionParams(algorithm=name, **found.parameters | {"steps": 3})  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="os"):
         algorithm_class("os")

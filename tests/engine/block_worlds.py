@@ -21,7 +21,7 @@ from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_store, random_switches, verify_ids
 from tests.toys import ToyTokenizer
-from tests.toys.blocks import ScriptedDevice, begin_blocks
+from tests.toys.blocks import EDITS, ScriptedDevice, begin_blocks
 from tests.toys.scripted import ScriptedLogits
 
 #: mode, fused commit, mixed, rounds of a multi_step, prefix cache
@@ -176,11 +176,12 @@ def _decode(
         [_diffusion(params) for _, params in asked],
         [params for _, params in asked],
         [params.seed or 0 for _, params in asked],
+        size,
     )
     before = torch.tensor([_hash(device, prompt) for prompt, _ in asked])
     live = list(range(len(asked)))
     while live:
-        cls(mask_id).step(script.logits(before, block.ids), block, state)
+        cls(mask_id, None, EDITS).step(script.logits(before, block.ids), block, state)
         going = [
             not done or _extend(found[row], block, at, *asked[row], longest)
             for at, (row, done) in enumerate(zip(live, block.done.tolist(), strict=True))
@@ -189,6 +190,8 @@ def _decode(
         before = torch.where(finished, script.chain(before, script.digest(block.ids)), before)
         for name in cls.counters:
             state[name].masked_fill_(finished, 0)
+        if cls.history:
+            state["history"][finished] = 0
         following = begin_blocks([[]] * len(live), (block.starts + size).tolist(), size=size, mask_id=mask_id)
         for column, blank in zip(block.columns().values(), following.columns().values(), strict=True):
             where = finished.view(-1, *[1] * (column.dim() - 1))

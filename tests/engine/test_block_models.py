@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result
 from aioinfer.params import DiffusionParams
@@ -21,6 +22,7 @@ from tests.tiers import SECONDS, grid, rest
 DIFFUSION: dict[str, dict[str, Any]] = {
     "low_confidence": {"threshold": 0.13},
     "joint_threshold": {"threshold": 0.13, "edit_threshold": 0.15, "max_post_edits": 3},
+    "joint_threshold_indel": {"threshold": 0.13, "edit_threshold": 0.1, "max_post_edits": 5},
     "static_steps": {"steps": 3},
     "factor": {"factor": 4.0},
     "entropy_bound": {"entropy_bound": 7.0},
@@ -29,24 +31,36 @@ DIFFUSION: dict[str, dict[str, Any]] = {
 Described = tuple[list[int], list[int], list[float]]
 
 
-@pytest.fixture(scope="module", params=[("llada2", 8), ("sdar", 4)], ids=lambda param: param[0])
+#: of LLaDA2.2
+_EDITS = {"delete_token_id": reference.DELETE, "split_token_id": reference.SPLIT}
+#: name, family, size of a block, changes to the config
+_MODELS: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("llada2", "llada2", 8, {}),
+    ("llada2.2", "llada2", 8, {"expert_capacity": 5, **_EDITS}),
+    ("sdar", "sdar", 4, {}),
+    ("sdar_moe", "sdar_moe", 4, {}),
+]
+
+
+@pytest.fixture(scope="module", params=_MODELS, ids=lambda param: param[0])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[tuple[Asked, Described]]]:
     """Settings of an engine, and requests with what the description of their algorithms gives."""
-    name, size = request.param
-    config = block_config(name, num_hidden_layers=2, block_size=size)
+    name, family, size, changes = request.param
+    config = block_config(family, num_hidden_layers=2, block_size=size, **changes)
     path = tmp_path_factory.mktemp(name)
     plain = Plain(config, write_checkpoint(path, config), size)
     shared: dict[str, Any] = {"page_size": size, "num_pages": 800, "max_model_len": 12 * size, "threads": 1}
     settings = {"model": str(path), "dtype": "float32", "device": "cpu", **shared}
-    return settings, [(asked, decode(plain, size, asked)) for asked in requests(size)]
+    names = usable_algorithms((1, 2) if changes else None)
+    return settings, [(asked, decode(plain, size, asked)) for asked in requests(size, names)]
 
 
-def requests(size: int) -> list[Asked]:
+def requests(size: int, names: Sequence[str]) -> list[Asked]:
     """Of every algorithm, greedy, and one of each of these that is drawn."""
     found = []
-    for at, algorithm in enumerate(algorithm_names()):
+    for at, algorithm in enumerate(names):
         edges = edge_requests(algorithm, size, VOCAB, MASK)
         diffusion = DiffusionParams(algorithm=algorithm, **DIFFUSION[algorithm])
         for number, (prompt, _) in enumerate(edges[at % 4 :: 6]):

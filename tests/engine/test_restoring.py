@@ -17,6 +17,7 @@ import pytest
 from aioinfer import EngineClosed, InvalidRequest, StreamCheckpoint
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
+from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.outputs import Result
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from aioinfer.pooling import Pooling
@@ -24,6 +25,7 @@ from examples.training.tasks import TASKS, held_out
 from tests.engine.conftest import MakeEngine
 from tests.model.harness import require
 from tests.tiers import SECONDS, grid, rest
+from tests.toys.blocks import ScriptedDevice
 
 SCHEMA = {
     "type": "object",
@@ -468,3 +470,23 @@ async def test_a_model_in_another_precision_goes_on_and_says_so() -> None:
         found = await other.restore(stream.checkpoint())
         assert not found.identical
         assert len(found.token_ids) == 20
+
+
+@rest(SECONDS)
+async def test_every_cut_of_a_block_whose_tokens_move_goes_on() -> None:
+    """With all that its algorithm remembers, in the record."""
+    settings: dict[str, Any] = {"model": "scripted", "page_size": 8, "overlap_steps": 0, "max_rounds": 1}
+
+    def engine() -> Engine:
+        device = ScriptedDevice(num_pages=512, num_slots=512, edits=4, mean_steps=2.0)
+        return Engine(
+            EngineConfig(**settings), launcher=lambda _: InlineLauncher(device), tokenizer=lambda _: None
+        )
+
+    draft = DiffusionParams(algorithm="joint_threshold_indel", draft=True, edit_threshold=0.1)
+    asked = [
+        ([*range(20, 20 + length)], SamplingParams(seed=length, max_tokens=40, logprobs=0, diffusion=draft))
+        for length in range(1, 9)
+    ]
+    async with engine() as one, engine() as other:
+        assert await continue_all(one, other, asked, identical=one.info.deterministic) > 100

@@ -19,7 +19,7 @@ from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.scheduling.step import Step
 from tests.execution.recording import Recording, launch, record
-from tests.toys.blocks import ScriptedDevice, ScriptedLM
+from tests.toys.blocks import EDITS, ScriptedDevice, ScriptedLM
 
 CPU = torch.device("cpu")
 SIZES = [2, 7]
@@ -106,7 +106,7 @@ class GraphedScript(ScriptedDevice):
             self.script, self._lm.spec, num_pages=self._num_pages, page_size=self.page_size
         )
         self._backend._runner = self.runner = self.graphed(synchronous=True)
-        rows = BlockPacker(self._num_slots, self.block_size, self.mask_token_id)
+        rows = BlockPacker(self._num_slots, self.block_size, self.mask_token_id, EDITS)
         pages = self._max_model_len // self.page_size
         self._packer = Packer(rows, self._num_slots, pages, self.page_size, self._shapes)
         return info

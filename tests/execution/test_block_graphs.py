@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import CudaBackend, Direct
 from aioinfer.execution.decoding.block_graphs import BlockRows
@@ -226,7 +226,7 @@ def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
     info = FakeCudaDevice(settings).open()
     assert info.num_pages == 2 * 8 // 4
     # With a temperature, too, for the rows are few, but not with filters, for there are no kernels.
-    each = 1 + 2 * len(algorithm_names())
+    each = 1 + 2 * len(usable_algorithms(None))
     assert len(cuda.recordings) == 4 * each, "two sizes for trial, and again to stay"
 
 

@@ -187,7 +187,9 @@ def test_rounds_in_place_end_when_somebody_wants_in_or_a_block_is_done() -> None
 def test_rows_of_a_request_that_is_gone_disturb_nobody() -> None:
     """The null slot, slots that nobody took and blocks that lie elsewhere than their rows."""
     world, other = World(3), World(3)
-    strangers = [slot for slot in range(1, 9) if all(slot != each.slot for each in world.requests)]
+    strangers = [
+        slot for slot in range(1, len(EVERY) + 3) if all(slot != each.slot for each in world.requests)
+    ]
     handle = SimpleNamespace(key=-1)
     world.device._doomed.add(-1)
 

@@ -127,6 +127,8 @@ class Plain:
         assert not left.unexpected_keys
         assert set(left.missing_keys) <= {"lm_head.weight"}
         for index, layer in enumerate(self._model.model.layers):
+            if "expert_capacity" in config and index >= config["first_k_dense_replace"]:
+                layer.mlp.gate.forward = _SharedByBlocks(layer.mlp.gate, block, config["expert_capacity"])
             bias = tensors.get(f"model.layers.{index}.attention.dense.bias")
             if bias is not None:
                 layer.self_attn.o_proj.bias = torch.nn.Parameter(bias)
@@ -139,6 +141,29 @@ class Plain:
         found = self._model(torch.tensor([[*ids]]), attention_mask=mask[None, None], use_cache=False)
         logits: torch.Tensor = found.logits[0].double()
         return logits
+
+
+class _SharedByBlocks:
+    """LLaDA2.2's way to choose experts, token after token: of those with the highest best score of the
+    block."""
+
+    def __init__(self, gate: Any, block: int, capacity: int) -> None:
+        self._gate, self._block, self._capacity = gate, block, capacity
+
+    def __call__(self, hidden: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        gate, weights, experts = self._gate, [], []
+        scores = (hidden.view(-1, hidden.shape[-1]) @ gate.weight.T).sigmoid().tolist()
+        bias = gate.e_score_correction_bias.tolist()
+        for at, mine in enumerate(scores):
+            start = at // self._block * self._block
+            block = scores[start : start + self._block]
+            best = [max(token[e] for token in block) + bias[e] for e in range(len(bias))]
+            shared = sorted(range(len(bias)), key=lambda e: -best[e])[: self._capacity]
+            own = sorted(shared, key=lambda e: -(mine[e] + bias[e]))[: gate.top_k]
+            total = sum(mine[e] for e in own)
+            experts.append(own)
+            weights.append([mine[e] / total * gate.routed_scaling_factor for e in own])
+        return None, torch.tensor(weights), torch.tensor(experts)
 
 
 def _stacked(tensors: Tensors, count: int) -> Tensors:

@@ -31,6 +31,8 @@ SHAPES = {
     "one-expert": {"num_experts_per_tok": 1, "norm_topk_prob": False},
     "biases-one-key-head": {"use_qkv_bias": True, "use_bias": True, "num_key_value_heads": 1},
     "dense": {"num_experts": None},
+    "experts-of-a-block": {"expert_capacity": 4, "block_size": 8},
+    "as-many-as-a-token-has": {"expert_capacity": 3, "block_size": 8},
     "quarter-rotary": {"partial_rotary_factor": 0.25, "head_dim": 24},
 }
 #: length of a block, and the changes to the config
@@ -103,9 +105,10 @@ def run(rows: Rows, block: int) -> None:
     rows.step([("c", block, half), ("a", 5 * block, half), ("b", 3 * block, half), ("d", 2 * block, masks)])
 
 
-#: native kernels compute whole vectors, which odd heads are not
+#: native kernels compute whole vectors, which odd heads are not, and choose experts for a token by itself
+_NOT_NATIVE = {"head_dim", "expert_capacity"}
 BY_KERNELS = [(name, "sdpa") for name in MODELS] + [
-    (name, "native") for name, (_, changes) in MODELS.items() if "head_dim" not in changes
+    (name, "native") for name, (_, changes) in MODELS.items() if not changes.keys() & _NOT_NATIVE
 ]
 
 

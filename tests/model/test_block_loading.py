@@ -45,6 +45,16 @@ def test_who_decides_on_the_blocks(tmp_path: Path, family: str, words: int, usua
     write_config(tmp_path, {**config, "block_size": 16, "mask_token_id": 0})
     assert inspect(tmp_path).blocks == Blocks(16, 0)
     assert inspect(tmp_path, block_size=8).blocks == Blocks(8, 0)
+    write_config(tmp_path, {**config, "delete_token_id": 2, "split_token_id": 1})
+    assert inspect(tmp_path).blocks == Blocks(usual.size, usual.mask_token_id, (2, 1))
+
+
+def test_experts_that_blocks_share_want_blocks_of_their_size(tmp_path: Path) -> None:
+    config = block_config(expert_capacity=4, block_size=16)
+    write_checkpoint(tmp_path, config)
+    assert load(tmp_path).spec.block_size == 16
+    with pytest.raises(ConfigError, match="block_size: LLaDA2MoeModelLM chooses experts by blocks of 16"):
+        load(tmp_path, block_size=8)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +73,13 @@ def test_who_decides_on_the_blocks(tmp_path: Path, family: str, words: int, usua
             {"intermediate_size": 0},
             "^(?!moe).* intermediate_size in config.json must be an integer in .*, got 0",
         ),
+        ({"expert_capacity": 2, "block_size": 8}, "cannot choose 3 of 2 of 8 experts"),
+        ({"expert_capacity": 9, "block_size": 8}, "cannot choose 3 of 9 of 8 experts"),
+        ({"expert_capacity": 0}, "expert_capacity must be a positive integer, got 0"),
+        ({"delete_token_id": 3}, "delete_token_id and split_token_id of .*; got 3 and None"),
+        ({"delete_token_id": 3, "split_token_id": VOCAB}, "of its 101, and not the mask; got 3 and 101"),
+        ({"delete_token_id": 3, "split_token_id": 3}, "must be two tokens"),
+        ({"delete_token_id": 3, "split_token_id": VOCAB - 1}, "not the mask; got 3 and 100"),
         ({"n_group": 3}, "cannot choose 3 of 8 experts in 2 of 3 groups"),
         ({"topk_group": 1}, "cannot choose 3 of 8 experts in 1 of 4 groups"),
         ({"num_experts_per_tok": 9}, "cannot choose 9 of 8 experts"),

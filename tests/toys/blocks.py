@@ -38,13 +38,16 @@ from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Row, Step
+from tests.diffusion.reference import DELETE, SPLIT
 from tests.toys.adapters import NoAdapters
 from tests.toys.scripted import ScriptedLogits
 from tests.toys.states import TaintError, number_in
 
-__all__ = ["ScriptedDevice", "ScriptedLM", "begin_blocks", "scripted_generate"]
+__all__ = ["EDITS", "ScriptedDevice", "ScriptedLM", "begin_blocks", "scripted_generate"]
 
 _POISON = -7
+#: the tokens that delete and split
+EDITS = (DELETE, SPLIT)
 _NO_ATTENTION: Any = None
 
 
@@ -211,6 +214,7 @@ class ScriptedDevice(NoAdapters):
             num_parameters=0,
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
+            edit_token_ids=EDITS,
         )
         self._lm = ScriptedLM(self.script, spec, num_pages=self._num_pages, page_size=self.page_size)
         self._backend = CpuBackend(
@@ -222,7 +226,7 @@ class ScriptedDevice(NoAdapters):
             )
         )
         max_pages = -(-self._max_model_len // self.page_size)
-        rows = BlockPacker(self._num_slots, self.block_size, self.mask_token_id)
+        rows = BlockPacker(self._num_slots, self.block_size, self.mask_token_id, EDITS)
         self._packer = Packer(rows, self._num_slots, max_pages, self.page_size)
         #: by slot, hashes of the tenant's sequence up to the end of each block that is final
         self._final: list[list[int]] = [[] for _ in range(self._num_slots + 1)]
@@ -241,6 +245,7 @@ class ScriptedDevice(NoAdapters):
             page_layout="scripted",
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
+            edit_token_ids=EDITS,
             adapter_reason="diffusion models have none",
         )
 
@@ -365,14 +370,14 @@ def scripted_rounds(
     The block is the same object from round to round.
     """
     diffusion = params.diffusion or DiffusionParams()
-    algorithm = algorithm_class(diffusion.algorithm)(mask_token_id)
+    algorithm = algorithm_class(diffusion.algorithm)(mask_token_id, None, EDITS)
     whole = len(prompt_ids) // block_size * block_size
     blocks = torch.tensor(list(prompt_ids[:whole]), dtype=torch.int64).view(-1, block_size)
     before = torch.tensor(_chain(script, blocks)[-1:] or [0])
     given = list(prompt_ids[whole:])
     for start in range(whole, 1 << 62, block_size):
         block = begin_blocks([given], [start], size=block_size, mask_id=mask_token_id)
-        state = algorithm.init_state([diffusion], [params], [seed])
+        state = algorithm.init_state([diffusion], [params], [seed], block_size)
         while not block.done:
             logits = script.logits(before, block.ids)
             algorithm.step(logits, block, state, drawn=params.temperature > 0)

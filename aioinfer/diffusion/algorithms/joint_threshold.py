@@ -21,9 +21,9 @@ class JointThreshold(Algorithm):
     position. ``penalty`` is subtracted from the logit of the token one position before, which prevents
     repetition when both positions are filled in one round; the block's first position has no penalty.
 
-    The decoding of LLaDA2.1 (arXiv 2602.08676); names and defaults are SGLang's. There, a round that changes
-    nothing and a round that exhausts the edits are followed by another forward over the same tokens. Here,
-    the first leaves a block that is done and committed, and the second is not computed.
+    The decoding of LLaDA2.1 (arXiv 2602.08676); names and defaults are SGLang's, and so are the tokens of
+    greedy rows (0.5.23), where equal confidences and the mask, which is not proposed here, do not decide.
+    There, one more forward finds the edits exhausted; here that is the block's commit.
     """
 
     name = "joint_threshold"

@@ -31,7 +31,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.execution.decoding.base import Output, Send
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round
 from aioinfer.execution.decoding.mirror import KEPT, Mirror
@@ -118,7 +118,7 @@ class CapturedBlocks:
         self._turn = 0
 
     def prepare(self) -> None:
-        self._table.prepare(algorithm_names())
+        self._table.prepare(usable_algorithms(self._table.edit_ids))
         self._warm_up()
 
     def clear(self, shape: GraphShape) -> None:
@@ -130,7 +130,7 @@ class CapturedBlocks:
         if size <= _DRAWN_ROWS:
             # The search of torch's operations takes memory of many times the logits.
             kinds += ["drawn", "filtered"] if self._table.kernels else ["drawn"]
-        return list(itertools.product(algorithm_names(), kinds))
+        return list(itertools.product(usable_algorithms(self._table.edit_ids), kinds))
 
     def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
         return self._rows.update(packed, send)

@@ -64,10 +64,13 @@ class BlockTable:
         mask_id: int,
         device: torch.device,
         propose: Propose | None = None,
+        edit_ids: tuple[int, int] | None = None,
     ) -> None:
-        """``propose``: kernels that propose tokens; None for torch's operations."""
+        """``propose``: kernels that propose tokens; None for torch's operations. ``edit_ids``: the model's
+        tokens that delete and split."""
         self._num_slots = num_slots
         self.mask_id = mask_id
+        self.edit_ids = edit_ids
         self._device = device
         self._propose = propose
         self._records = records
@@ -112,8 +115,9 @@ class BlockTable:
     def _of(self, name: str) -> _Algorithm:
         found = self._algorithms.get(name)
         if found is None:
-            algorithm = algorithm_class(name)(self.mask_id, self._propose)
-            found = self._algorithms[name] = _Algorithm(algorithm, self._num_slots, self._device)
+            algorithm = algorithm_class(name)(self.mask_id, self._propose, self.edit_ids)
+            sizes = self._num_slots, self._records.size
+            found = self._algorithms[name] = _Algorithm(algorithm, *sizes, self._device)
         return found
 
     def take(
@@ -178,14 +182,15 @@ class Round:
 class _Algorithm:
     """An algorithm that some request has asked for, and what each slot's tenant wants of it."""
 
-    def __init__(self, algorithm: Algorithm, num_slots: int, device: torch.device) -> None:
+    def __init__(self, algorithm: Algorithm, num_slots: int, size: int, device: torch.device) -> None:
         self.algorithm = algorithm
+        self._size = size
         columns = {name: str(column.dtype) for name, column in algorithm.init_state([], [], []).items()}
         self._layout = WordRows(
             {
                 name: (dtype.removeprefix("torch."), None)
                 for name, dtype in {"slot": "int64", **columns}.items()
-                if name not in algorithm.counters
+                if name not in (*algorithm.counters, "history")
             }
         )
         self._table = torch.zeros(num_slots + 1, self._layout.words, dtype=torch.int64, device=device)
@@ -219,7 +224,13 @@ class _Algorithm:
             known = self._layout.views(self._table.index_select(0, slots))
             if key is not None:
                 self._remember(key, known)
-        return known | {name: counters[:, at] for at, name in enumerate(self.algorithm.counters)}
+        own = self.algorithm
+        found = known | {name: counters[:, at] for at, name in enumerate(own.counters)}
+        if own.history:
+            # A view: it is written to. Another algorithm may have more counters.
+            first, rest = len(own.counters), self._size * own.history
+            found["history"] = counters[:, first : first + rest].unflatten(1, (self._size, own.history))
+        return found
 
     def _remember(self, key: bytes, rows: Rows) -> None:
         self._known[key] = rows

@@ -15,7 +15,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.diffusion.guide import steered
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import algorithm_class, algorithm_names, usable_algorithms
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import ConfigError
 from aioinfer.execution.decoding.base import Output, Transfer
@@ -52,9 +52,9 @@ class BlockWork:
     may_turn: bool
 
 
-def block_records(block_size: int, mask_id: int) -> BlockRecords:
-    """Records that can hold the counters of every algorithm there is."""
-    most = max(len(algorithm_class(name).counters) for name in algorithm_names())
+def block_records(block_size: int, mask_id: int, edit_ids: tuple[int, int] | None = None) -> BlockRecords:
+    """Records that can hold the state of every algorithm that a model can have."""
+    most = max(algorithm_class(name).private(block_size) for name in usable_algorithms(edit_ids))
     return BlockRecords(block_size, mask_id, most)
 
 
@@ -62,8 +62,10 @@ class BlockPacker:
     """Keeps, by slot, how its tenant's blocks are denoised. See
     :class:`~aioinfer.execution.decoding.base.RowPacker`."""
 
-    def __init__(self, num_slots: int, block_size: int, mask_id: int) -> None:
-        self._records = block_records(block_size, mask_id)
+    def __init__(
+        self, num_slots: int, block_size: int, mask_id: int, edit_ids: tuple[int, int] | None = None
+    ) -> None:
+        self._records = block_records(block_size, mask_id, edit_ids)
         self.unknown_id = mask_id
         #: number of the algorithm in alphabetical order
         self._algorithm = np.zeros(num_slots + 1, np.int64)
@@ -184,13 +186,13 @@ class BlockDecoding:
         self._spec = spec
         self._device = device
         self._synchronous = synchronous
-        self._records: BlockRecords = block_records(block_size, mask_id)
+        self._records: BlockRecords = block_records(block_size, mask_id, spec.edit_token_ids)
         propose: Propose | None = None
         if kernels:
             from aioinfer.diffusion import triton_proposal
 
             propose = triton_proposal.propose
-        self.table = BlockTable(num_slots, self._records, mask_id, device, propose)
+        self.table = BlockTable(num_slots, self._records, mask_id, device, propose, spec.edit_token_ids)
 
     def warm_up(self) -> None:
         """Compile the kernels that rounds may need."""
@@ -252,7 +254,7 @@ class BlockDecoding:
         work: BlockWork = packed.work
         result = StepResult([NO_TOKEN] * len(packed.q_lens), rounds=output.rounds)
         counters = [
-            len(algorithm_class(group.algorithm).counters)
+            algorithm_class(group.algorithm).private(self._records.size)
             for group in work.groups
             for _ in range(group.first, group.last)
         ]
@@ -311,7 +313,7 @@ class BlockKind:
         return replace(config, page_size=-(-config.positions_per_page // size) * size)
 
     def rows(self, config: EngineConfig) -> BlockPacker:
-        return BlockPacker(config.num_slots, self._size, self._mask_id)
+        return BlockPacker(config.num_slots, self._size, self._mask_id, self._spec.edit_token_ids)
 
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> BlockDecoding:
         synchronous = device.type == "cpu"

@@ -273,6 +273,7 @@ def build_decoder(
         num_parameters=weights.num_parameters,
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
+        edit_token_ids=blocks.edit_token_ids if blocks else None,
         states=tuple(source.states),
     )
     return kernels.decoder(spec, trunk, words, head)

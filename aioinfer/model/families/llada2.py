@@ -82,6 +82,11 @@ class LLaDA2(Family):
 def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:
     config = source.config
     groups = {"num_groups": config.n_group, "top_groups": config.topk_group}
+    if config.expert_capacity is not None:
+        trained = LLaDA2.blocks.size if config.block_size is None else config.block_size
+        if source.block != trained:
+            raise ConfigError(f"block_size: {config.architectures[0]} chooses experts by blocks of {trained}")
+        groups |= {"capacity": config.expert_capacity, "block": trained}
     # A single expert keeps its score as its weight.
     normalize = config.norm_topk_prob and config.num_experts_per_tok > 1
     bias = "gate.expert_bias" if config.moe_router_enable_expert_bias else None

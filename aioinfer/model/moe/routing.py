@@ -70,9 +70,16 @@ class GroupedSigmoidRouter:
     normalize: bool
     #: factor of the weights
     scale: float
+    #: experts that the tokens of a block share, chosen by their best score in it, in place of groups
+    #: (LLaDA2.2, as SGLang 0.5.23 computes it); 0: no limit
+    capacity: int = 0
+    #: with a capacity, tokens of a block: those of a call are whole blocks
+    block: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError if the experts do not divide into the groups, or hold fewer than ``top_k``."""
+        if self.capacity and not self.top_k <= self.capacity <= len(self.weight):
+            raise ValueError(f"{self.top_k} of {self.capacity} of {len(self.weight)} experts")
         size, rest = divmod(len(self.weight), self.num_groups)
         if rest or not 1 <= self.top_groups <= self.num_groups or self.top_k > self.top_groups * size:
             raise ValueError(
@@ -83,7 +90,12 @@ class GroupedSigmoidRouter:
         """Weights are float32."""
         scores = F.linear(hidden.float(), self.weight).sigmoid()
         wanted = scores if self.bias is None else scores + self.bias
-        if self.top_groups < self.num_groups:
+        if self.capacity:
+            best = wanted.unflatten(0, (-1, self.block)).amax(1)
+            chosen = best.topk(self.capacity, dim=-1).indices
+            closed = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
+            wanted = wanted.masked_fill(closed.repeat_interleave(self.block, 0), float("-inf"))
+        elif self.top_groups < self.num_groups:
             groups = wanted.unflatten(-1, (self.num_groups, -1))
             best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
             chosen = best.topk(self.top_groups, dim=-1).indices

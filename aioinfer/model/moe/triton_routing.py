@@ -144,6 +144,8 @@ class TritonRouter:
             if rule.scales is not None:
                 return "scales of the weights"
             return None if rule.bias is None else "a bias of the scores"
+        if rule.capacity:
+            return "experts that a block shares"
         if rule.top_groups == rule.num_groups:
             return None
         sizes = rule.num_groups, len(rule.weight) // rule.num_groups
