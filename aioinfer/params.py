@@ -312,7 +312,8 @@ class DiffusionParams:
         algorithm: ``low_confidence``, ``joint_threshold``, ``joint_threshold_indel``, ``static_steps``,
             ``factor`` or ``entropy_bound``; not set: the engine's ``diffusion_algorithm``.
         threshold: tokens proposed with more confidence than this are written in the same round, in [0, 1].
-            At 1, each round writes one token. Not set: the engine's ``diffusion_threshold``.
+            At 1, each round writes one token. This one, ``steps`` and ``edit_threshold``, not set: the
+            engine's ``diffusion_threshold`` and so on.
         steps: maximum forwards to fill a block: if necessary, a round writes more tokens than the algorithm
             selects. ``None``: no limit.
         edit_threshold: a written token is replaced by one proposed with more confidence than this, in

@@ -287,9 +287,15 @@ class EngineConfig(Settings):
     diffusion_algorithm: str | None = option(
         None, "diffusion", "denoising algorithm of requests that name none; default: low_confidence"
     )
-    #: Of requests that name neither a threshold nor another algorithm.
+    #: Each of requests that name neither this nor another algorithm.
     diffusion_threshold: float | None = option(
         None, "diffusion", "confidence threshold of that algorithm; default: the algorithm's", UNIT_INTERVAL
+    )
+    diffusion_edit_threshold: float | None = option(
+        None, "diffusion", "the same for tokens that it replaces; default: the algorithm's", UNIT_INTERVAL
+    )
+    diffusion_steps: int | None = option(
+        None, "diffusion", "most rounds in which it fills a block; default: no limit", AT_LEAST_ONE
     )
     diffusion_mode: Literal["fdfo", "sync"] = option(
         "fdfo", "diffusion", "fdfo: each block leaves when it is done; sync: the batch waits for the last"

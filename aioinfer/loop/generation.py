@@ -149,9 +149,10 @@ def default_diffusion(
     config: EngineConfig, block_size: int | None, *, edits: bool = False
 ) -> DiffusionParams | None:
     """The denoising parameters of requests that name none; None where the config names none. Raises
-    ConfigError for a model that is no diffusion model or cannot have the algorithm, and for a threshold that
-    the algorithm does not use. ``edits``: as in BlockGeneration."""
-    given = {"algorithm": config.diffusion_algorithm, "threshold": config.diffusion_threshold}
+    ConfigError for a model that is no diffusion model or cannot have the algorithm, and for what the
+    algorithm does not use. ``edits``: as in BlockGeneration."""
+    fields = ("algorithm", "threshold", "edit_threshold", "steps")
+    given = {name: getattr(config, f"diffusion_{name}") for name in fields}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not values:
         return None
@@ -159,8 +160,8 @@ def default_diffusion(
         raise ConfigError(f"diffusion_{next(iter(values))}: the model is not a diffusion model")
     from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
 
-    params = DiffusionParams(**values)
     try:
+        params = DiffusionParams(**values)
         _check_algorithm(algorithm_class(params.algorithm), params, edits)
     except InvalidRequest as error:
         raise ConfigError(f"diffusion_{error}") from error

@@ -109,6 +109,16 @@ async def test_the_config_names_the_algorithm_of_requests_that_name_none(serving
     plain = await steps_of({})
     assert await steps_of({}, diffusion_threshold=1.0) == await steps_of({"threshold": 1.0}) != plain
     assert await steps_of({"threshold": 0.95}, diffusion_threshold=1.0) == plain
+    two = {"diffusion_algorithm": "static_steps", "diffusion_steps": 2}
+    assert await steps_of({}, **two) == await steps_of({**static, "steps": 2})
+    assert await steps_of({"steps": 3}, **two) == await steps_of({**static, "steps": 3})
+    editing: dict[str, Any] = {"algorithm": "joint_threshold", "threshold": 0.7, "edit_threshold": 1.0}
+    configured = {f"diffusion_{name}": value for name, value in editing.items()}
+    assert (
+        await steps_of({}, **configured)
+        == await steps_of(editing)
+        != await steps_of({**editing, "edit_threshold": 0.5})
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,6 +127,8 @@ async def test_the_config_names_the_algorithm_of_requests_that_name_none(serving
         ({"diffusion_algorithm": "best"}, "diffusion_algorithm must be one of entropy_bound, factor"),
         ({"diffusion_algorithm": "factor", "diffusion_threshold": 0.5}, "diffusion_threshold: is not"),
         ({"diffusion_threshold": 1.5}, "diffusion_threshold must be in"),
+        ({"diffusion_edit_threshold": 0.5}, "diffusion_edit_threshold: is not a parameter of low_confidence"),
+        ({"diffusion_steps": 1 << 30}, "diffusion_steps: must be in"),
     ],
 )
 async def test_a_default_algorithm_that_cannot_be_is_refused_at_the_start(
