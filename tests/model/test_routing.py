@@ -202,6 +202,19 @@ def test_groups_that_are_no_powers_of_two_are_left_to_torch() -> None:
     for top_groups in (3, 2):
         rule = GroupedSigmoidRouter(noise(24, HIDDEN), None, 2, 3, top_groups, True, 1.0)
         assert (make_router(rule, triton) is rule) == (top_groups == 2)
+    rule = GroupedSigmoidRouter(noise(24, HIDDEN), None, 2, 1, 1, True, 1.0, capacity=4, block=8)
+    assert make_router(rule, triton) is rule
+
+
+def test_blocks_share_experts_and_do_not_see_each_other() -> None:
+    weight, hidden = 0.2 * noise(12, HIDDEN), noise(16, HIDDEN, seed=1)
+    rule = GroupedSigmoidRouter(weight, 0.1 * noise(12, seed=2), 3, 1, 1, True, 1.0, capacity=4, block=8)
+    chosen = rule(hidden)[1].view(2, -1)
+    assert [len(set(block)) for block in chosen.tolist()] == [4, 4]
+    assert set(chosen[0].tolist()) != set(chosen[1].tolist())
+    assert torch.equal(rule(hidden.view(2, 8, -1).flip(0).flatten(0, 1))[1].view(2, -1).flip(0), chosen)
+    everything = dataclasses.replace(rule, capacity=12)
+    assert torch.equal(everything(hidden)[1], dataclasses.replace(rule, capacity=0)(hidden)[1])
 
 
 @pytest.mark.parametrize("follow", [NATIVE, *DEVICES], indirect=True)
