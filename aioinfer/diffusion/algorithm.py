@@ -131,7 +131,7 @@ class Algorithm(ABC):
         writable = live.unsqueeze(1) & (block.masked if self.monotone else block.editable)
         asked = self.asked(block, state, writable, drawn, filtered)
         if guide is not None:
-            guide.adjust(logits, block)
+            guide.adjust(logits, asked, block)
         proposal = self._propose(logits, asked)
         if guide is not None:
             writable = guide.steer(logits, asked, proposal, block) & writable

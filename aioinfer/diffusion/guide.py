@@ -26,7 +26,7 @@ __all__ = ["Guide", "steered"]
 class Guide(Protocol):
     """The guide of R rows in one round; it may read back from the device."""
 
-    def adjust(self, logits: torch.Tensor, block: Block) -> None:
+    def adjust(self, logits: torch.Tensor, asked: Asked, block: Block) -> None:
         """Change the logits, [R, B, V] float32, in place, before tokens are proposed."""
 
     def steer(self, logits: torch.Tensor, asked: Asked, proposal: Proposal, block: Block) -> torch.Tensor:
@@ -39,4 +39,6 @@ class Guide(Protocol):
 
 def steered(params: SamplingParams) -> bool:
     """The rows of a request with these parameters have a guide."""
-    return params.masked
+    constrained = params.masked or bool(params.constraints) or params.logit_bias is not None
+    drawn = not params.greedy and bool(params.further_filters)
+    return constrained or drawn or params.penalised or bool(params.logprobs)

@@ -12,7 +12,7 @@ from aioinfer.diffusion.block import Rows
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel
 
-__all__ = ["Asked", "Proposal", "Propose", "noise_positions", "propose"]
+__all__ = ["Asked", "Proposal", "Propose", "lower_", "noise_positions", "propose"]
 
 _NEVER = float("-inf")
 #: lower temperatures are raised to this one, as in the sampler
@@ -86,7 +86,7 @@ def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
     sampling = asked.sampling
     own = logits.to(torch.float32, copy=True)
     if asked.lowered is not None:
-        _lower_(own, *asked.lowered)
+        lower_(own, *asked.lowered)
     own[..., asked.mask_id] = _NEVER
     best, tokens = _likeliest(own)
     valid = best.abs() < float("inf")
@@ -103,7 +103,8 @@ def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
     return Proposal(tokens, confidence, chosen - mass.log(), valid, mass, entropy)
 
 
-def _lower_(logits: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> None:
+def lower_(logits: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> None:
+    """Lower one logit of each position, in place; see :class:`Asked`."""
     amounts = torch.where(ids >= 0, by.unsqueeze(1), 0.0).unsqueeze(2)
     logits.scatter_add_(2, ids.clamp(min=0).unsqueeze(2), amounts.neg_())
 

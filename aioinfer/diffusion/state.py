@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeAlias
 
-__all__ = ["BlockState"]
+__all__ = ["BlockState", "Tops"]
+
+#: by position, tokens and their logprobs, the likeliest first; empty where nothing was written
+Tops: TypeAlias = "list[tuple[tuple[int, float], ...]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,9 @@ class BlockState:
     private: tuple[int, ...] = ()
     #: by position: the token of a way on that a grammar allows, -1 for none; empty: there is none
     path: Sequence[int] = ()
+    #: the alternatives of each token when it was written; empty: none were asked for. Not in the device's
+    #: record
+    tops: Sequence[tuple[tuple[int, float], ...]] = ()
 
     @classmethod
     def unknown(cls, start: int, given: Sequence[int], size: int, mask_id: int) -> Self:

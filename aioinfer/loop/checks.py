@@ -75,15 +75,19 @@ class Checks:
         self._generation.check(params)
         if params.structure is not None:
             self._check_size(params.structure)
+        mask, allowed = self._info.mask_token_id, params.allowed_token_ids
+        if allowed is not None and mask is not None and set(allowed) == {mask}:
+            raise InvalidRequest("allowed_token_ids", "allows the mask only, which is never written")
         if not params.min_tokens:
             return
-        ends, allowed = self.stop_ids(params), params.allowed_token_ids
-        if allowed is not None and ends.issuperset(allowed):
+        ends = self.stop_ids(params)
+        never = ends if mask is None else ends | {mask}
+        if allowed is not None and never.issuperset(allowed):
             raise InvalidRequest(
                 "allowed_token_ids",
                 f"are end tokens or stop_token_ids, which min_tokens {params.min_tokens} excludes at first",
             )
-        if len(ends) >= self._info.vocab_size:
+        if len(never) >= self._info.vocab_size:
             raise InvalidRequest(
                 "min_tokens", "excludes every token: stop_token_ids has the whole vocabulary"
             )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from aioinfer import plugins
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.guide import steered
 from aioinfer.errors import ConfigError, InvalidRequest
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockGeneration", "Generation", "TokenGeneration", "default_diffusion", "generation"]
 
-#: parameters that are applied token after token
-_TOKEN_PARAMS = (
-    "logits_processors",
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias"),
-    *("allowed_token_ids", "prompt_logprobs", "thinking_budget"),
-    *plugins.names(plugins.FILTERS),
-)
+#: parameters that make no sense where tokens are written in any order, and why
+_REFUSED = {
+    "logits_processors": "decide token after token, and a diffusion model writes blocks in any order",
+    "thinking_budget": "counts token after token, and a diffusion model writes blocks in any order",
+    "prompt_logprobs": "a diffusion model predicts masked tokens, and a prompt has none",
+}
 
 
 class Generation(Protocol):
@@ -80,7 +78,7 @@ class TokenGeneration:
 class BlockGeneration:
     """Diffusion models."""
 
-    recommended: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p")
+    recommended: tuple[str, ...] = TokenGeneration.recommended
     # A round that is launched before the previous one was read costs a forward now and then. An asynchronous
     # device gets that back; a CPU, whose forwards need the interpreter themselves, does not. And where many
     # prompts arrive at once, its long steps cost more per token than short ones and delay the rounds of all
@@ -96,15 +94,11 @@ class BlockGeneration:
 
     def check(self, params: SamplingParams) -> None:
         defaults = SamplingParams()
-        for name in _TOKEN_PARAMS:
+        for name, reason in _REFUSED.items():
             if getattr(params, name) != getattr(defaults, name):
-                raise InvalidRequest(name, "a diffusion model generates blocks, and does not support it")
+                raise InvalidRequest(name, reason)
         if params.max_tokens == 0:
             raise InvalidRequest("max_tokens", "a diffusion model generates blocks: it cannot be 0")
-        if params.logprobs:
-            raise InvalidRequest(
-                "logprobs", "a diffusion model reports those of its own tokens only: ask for 0"
-            )
 
     def cursor(self, params: SamplingParams) -> MakeCursor:
         from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too

@@ -45,6 +45,8 @@ _MOST_FORKS = 128
 _SEED_LIMIT = 2**63
 #: tokens behind the cut that are detokenized at once
 _NEAR = 64
+#: parameters without which tokens ahead of the output, in a block that is not done, do not stay
+_WRITTEN_UNDER = ("diffusion", "grammar", "bad_words", "min_tokens", "allowed_token_ids")
 #: options that are the parent's where they are None
 _LIMITS = ("waiting_timeout", "running_timeout", "max_lag")
 
@@ -248,7 +250,9 @@ class GoingOn(Service[_Opened]):
         asked = params.prompt_logprobs, params.logprob_start_len
         if asked != (before.prompt_logprobs, before.logprob_start_len):
             changes["prompt_logprobs"] = ()
-        if kept.block is not None and params.diffusion != before.diffusion:
+        if kept.block is not None and any(
+            getattr(params, name) != getattr(before, name) for name in _WRITTEN_UNDER
+        ):
             changes["block"] = _block_of(kept, (), info)
         return replace(kept, **changes)
 

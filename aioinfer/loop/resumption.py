@@ -209,6 +209,8 @@ def _check_state(
         ("known", all(block.known[: len(sequence)]) and list(block.ids[: len(sequence)]) == [*sequence]),
         ("known", all(known is not (token == info.mask_token_id) for known, token in rest)),
         ("logprobs", all(map(math.isfinite, block.logprobs))),
+        ("tops", len(block.tops) in (0, len(block.ids))),
+        ("tops", all(0 <= token < info.vocab_size for top in block.tops for token, _ in top)),
         ("rounds", block.rounds < _MOST_ROUNDS),
         ("written_in", all(-1 <= each < _MOST_ROUNDS for each in block.written_in)),
         (

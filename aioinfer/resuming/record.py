@@ -85,6 +85,8 @@ class StreamCheckpoint:
             block = {each.name: getattr(self.block, each.name) for each in fields(self.block)}
             if all(token < 0 for token in self.block.path):
                 del block["path"]
+            if not self.block.tops:
+                del block["tops"]
             record["block"] = block
         for name in _RECENT:
             if not record[name]:
@@ -140,7 +142,8 @@ _RECENT = ("adapter", "adapter_fingerprint", "weight_version", "deadline", "budg
 _Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _LogProbability = Annotated[float, Meta(le=0)]
-_Logprobs = list[tuple[_Int, _LogProbability, tuple[tuple[_Int, _LogProbability], ...]]]
+_Top = tuple[tuple[_Int, _LogProbability], ...]
+_Logprobs = list[tuple[_Int, _LogProbability, _Top]]
 
 
 class _StoredBlock(msgspec.Struct, forbid_unknown_fields=True):
@@ -155,6 +158,7 @@ class _StoredBlock(msgspec.Struct, forbid_unknown_fields=True):
     failed: bool
     private: tuple[_Int, ...]
     path: list[_Int] = []
+    tops: list[_Top] = []
 
 
 class _Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 
-__all__ = ["IN_PROMPT", "Penalise", "Penalties", "penalised"]
+__all__ = ["IN_PROMPT", "Penalise", "Penalties", "penalise_counted", "penalised"]
 
 #: A kernel that applies penalties: from logits [S, V] float32, the tokens of a row contiguous, the counts and
 #: the rows of slots of :class:`Penalties`, and a batch, to penalised logits, a new float32 [S, V].
@@ -69,13 +69,13 @@ class Penalties:
         )
         counts = self._counts.index_select(0, self._row_of[batch.slots])
         if logits.device.type != "cpu":
-            return _penalise(
+            return penalise_counted(
                 logits, counts, repetition.unsqueeze(1), presence.unsqueeze(1), frequency.unsqueeze(1)
             )
         # Few counts are nonzero, and finding them is cheaper than arithmetic on all tokens.
         rows, ids = counts.nonzero(as_tuple=True)
         result = logits.clone()
-        result[rows, ids] = _penalise(
+        result[rows, ids] = penalise_counted(
             logits[rows, ids], counts[rows, ids], repetition[rows], presence[rows], frequency[rows]
         )
         return result
@@ -121,7 +121,7 @@ def penalised(batch: SamplingBatch) -> torch.Tensor:
     return (batch.repetition_penalty != 1) | (batch.presence_penalty != 0) | (batch.frequency_penalty != 0)
 
 
-def _penalise(
+def penalise_counted(
     logits: torch.Tensor,
     counts: torch.Tensor,
     repetition: torch.Tensor,

@@ -20,7 +20,7 @@ import numpy as np
 
 from aioinfer.errors import ConstraintFailed
 from aioinfer.outputs import Draft, TokenLogprob
-from aioinfer.sampling.outcomes import BAD_LOGITS, NOT_FINITE
+from aioinfer.sampling.outcomes import BAD_GRAMMAR, BAD_LOGITS, NOT_FINITE
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.sequence import Sequence, SequenceState
@@ -248,7 +248,10 @@ class BlockBatch:
                     continue
                 if row.ids:
                     _commit_known(sequence, cursor, row, queues)
-                if row.blocks and self._observe(sequence, cursor, blocks[index], queues):
+                if row.blocks and blocks[index].failed:
+                    _fail(sequence, queues, exhausted=outcome.tokens[index] == BAD_GRAMMAR)
+                    updated.append(sequence)
+                elif row.blocks and self._observe(sequence, cursor, blocks[index], queues):
                     updated.append(sequence)
         return updated
 
@@ -256,18 +259,15 @@ class BlockBatch:
         self, sequence: Sequence, cursor: BlockCursor, block: BlockState, queues: RequestQueues
     ) -> bool:
         """A round has resolved; True if there are tokens, an end, or a draft for the consumer."""
-        if block.failed:
-            _fail(sequence, queues)
-            return True
-        output = sequence.output
+        output, asked = sequence.output, sequence.params.logprobs
         before, written = len(output.token_ids), cursor.observe(block)
         output.draft_version += cursor.drafts and not block.done
         if written is not None:
             self.pace += _NEWEST * (written - self.pace)
-        for token, logprob in cursor.take_known():
+        for token, logprob, top in cursor.take_known():
             reason = sequence.append(token)
-            if sequence.params.logprobs is not None:
-                output.logprobs.append(TokenLogprob(token, logprob))
+            if asked is not None:
+                output.logprobs.append(TokenLogprob(token, logprob, top[:asked]))
             if reason is not None:
                 queues.finish(sequence, reason)
                 break
@@ -284,10 +284,12 @@ class BlockBatch:
             assert len(_cursor(sequence).flights) <= _MOST_FLIGHTS
 
 
-def _fail(sequence: Sequence, queues: RequestQueues) -> None:
+def _fail(sequence: Sequence, queues: RequestQueues, *, exhausted: bool = False) -> None:
     error: Exception
     if sequence.grammar is not None and sequence.grammar.failed is not None:
         error = ConstraintFailed(sequence.params.constraints, sequence.grammar.failed)
+    elif exhausted:
+        error = ConstraintFailed(sequence.params.constraints, "no token is allowed")
     else:
         queues.memory.distrust(sequence)
         error = FloatingPointError(NOT_FINITE)

@@ -226,16 +226,16 @@ class BlockCursor(Cursor):
     def _given(self, start: int) -> int:
         return min(self.block_size, max(0, self._prompt_length - start))
 
-    def take_known(self) -> Iterator[tuple[int, float]]:
-        """The block's final tokens that are no output yet, with their logprobs. The caller appends each
-        to the output before it takes the next, and may stop."""
+    def take_known(self) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
+        """The block's final tokens that are no output yet, with their logprobs and alternatives. The caller
+        appends each to the output before it takes the next, and may stop."""
         block = self.block
         assert block is not None
         for at in range(self.known - block.start, self.block_size):
             if not (block.done or (self.monotone and block.known[at])):
                 return
             self._step_map.append(block.written_in[at])
-            yield block.ids[at], block.logprobs[at]
+            yield block.ids[at], block.logprobs[at], block.tops[at] if block.tops else ()
 
     def draft(self, stop_ids: Collection[int]) -> tuple[list[int | None], list[int | None], int] | None:
         """Tokens of the block beyond the output and the rounds that wrote them, None for unknown ones, and

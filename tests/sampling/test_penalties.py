@@ -13,7 +13,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.backend import SamplingBackend
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.outcomes import BAD_LOGITS
-from aioinfer.sampling.penalties import Penalties, _penalise
+from aioinfer.sampling.penalties import Penalties, penalise_counted
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import NewRequestData
 from tests.sampling.support import CPU, make_batch, penalise, reference
@@ -80,7 +80,7 @@ def test_neutral_rows_stay_the_same_to_the_bit_even_over_stale_counts() -> None:
     got = penalties.apply(logits, batch)
     assert torch.equal(got.view(torch.int32)[[0, 2]], logits.view(torch.int32)[[0, 2]])
     assert not torch.equal(got[1], logits[1])
-    every_token = _penalise(
+    every_token = penalise_counted(
         logits,
         penalties._counts[[1, 2, 0]],
         batch.repetition_penalty.unsqueeze(1),

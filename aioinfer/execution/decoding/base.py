@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from aioinfer.config import EngineConfig
+    from aioinfer.diffusion.state import Tops
     from aioinfer.execution.device import StepResult
     from aioinfer.execution.grammar_worker import GrammarWorker
     from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from aioinfer.model.state import StatePool
     from aioinfer.scheduling.step import NewRequestData, Step
 
-__all__ = ["Captured", "Decoding", "Kind", "Output", "RowPacker", "Send", "Transfer"]
+__all__ = ["Captured", "Decoding", "Guided", "Kind", "Output", "RowPacker", "Send", "Transfer"]
 
 #: sends an array of the host to the device, enqueued after everything before
 Send: TypeAlias = "Callable[[npt.NDArray[Any]], torch.Tensor]"
@@ -47,6 +48,15 @@ class Transfer(Protocol):
         """Wait until the host has read the result of the step before."""
 
 
+class Guided(NamedTuple):
+    """Of a block that is steered, what the host is told besides its record."""
+
+    #: see :class:`~aioinfer.diffusion.state.BlockState`
+    tops: Tops
+    #: its constraints leave no token
+    exhausted: bool
+
+
 @dataclass(slots=True)
 class Output:
     """Results of a step on the device, for the host to read."""
@@ -57,6 +67,8 @@ class Output:
     forced: dict[int, list[int]] = field(default_factory=dict)
     #: of these, what logits processors want
     steered: dict[int, list[int]] = field(default_factory=dict)
+    #: by block row that is steered, what its record does not have
+    guided: dict[int, Guided] = field(default_factory=dict)
     #: forwards that the step took
     rounds: int = 1
     #: when the masks were there, on the timeline's clock; None: nothing waited for masks

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from aioinfer.diffusion.registry import usable_algorithms
-from aioinfer.execution.decoding.base import Output, Send
+from aioinfer.execution.decoding.base import Guided, Output, Send
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round
 from aioinfer.execution.decoding.mirror import KEPT, Mirror
 from aioinfer.execution.graph_shapes import GraphShape
@@ -152,12 +152,13 @@ class CapturedBlocks:
         groups = work.groups
         assert packed.shape is not None, "the step was not packed for a graph"
         first = groups[0]
+        guided: dict[int, Guided] = {}
         alike = len(groups) == 1 and not first.steered
         if not alike or not replay(packed.shape.rows, (first.algorithm, _kind(first))):
-            self._denoise(count, groups)
+            guided = self._denoise(count, groups)
         records = self._kept[self._turn, :count]
         self._turn = (self._turn + 1) % KEPT
-        return Output([records.copy_(self._records[:count]).view(-1)])
+        return Output([records.copy_(self._records[:count]).view(-1)], guided=guided)
 
     def forward(self, shape: GraphShape) -> None:
         rows, block, size = self._rows, self._block, shape.rows
@@ -196,10 +197,11 @@ class CapturedBlocks:
         rows = AlgorithmRows(algorithm, 0, size, None, kind != "greedy", filtered=kind == "filtered")
         self._denoise(size, [rows])
 
-    def _denoise(self, count: int, groups: list[AlgorithmRows]) -> None:
+    def _denoise(self, count: int, groups: list[AlgorithmRows]) -> dict[int, Guided]:
         block, records = self._block, self._records[:count]
         logits = self._logits[: count * block].view(count, block, -1)
-        self._table.step(logits, Round(self._rows.slots[:count], records, records[:, :block], None), groups)
+        round = Round(self._rows.slots[:count], records, records[:, :block], None)
+        return self._table.step(logits, round, groups)
 
 
 def _kind(group: AlgorithmRows) -> str:

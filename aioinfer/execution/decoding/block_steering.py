@@ -16,6 +16,8 @@ from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.guide import steered
 from aioinfer.diffusion.paths import Answer, BlockRow, Path, PathSearch, Question, Search, Walk
 from aioinfer.diffusion.proposal import Asked, Proposal, propose
+from aioinfer.execution.decoding.base import Guided
+from aioinfer.execution.decoding.block_adjustments import Adjusting, Adjustments
 from aioinfer.sampling.logits_processors import apply_masks_
 from aioinfer.scheduling.step import NewRequestData
 from aioinfer.text.grammar import GrammarBackend
@@ -40,7 +42,7 @@ class BlockSteering:
             search = Walk(data.grammar, data.output_ids, data.stop_ids)
             if (block := data.resume) is not None:
                 search.take(block.start, block.ids, block.known)
-        self._rows[slot] = _SteeredRow(search)
+        self._rows[slot] = _SteeredRow(Adjustments(data, self._size), search)
 
     def guide(self, slots: Sequence[int]) -> RowsGuide:
         """The guide of rows of these slots in one round."""
@@ -51,6 +53,7 @@ class BlockSteering:
 class _SteeredRow:
     """What guides the rows of one request."""
 
+    adjustments: Adjustments
     search: PathSearch | None
 
 
@@ -59,15 +62,28 @@ class RowsGuide:
 
     def __init__(self, rows: Sequence[_SteeredRow]) -> None:
         self._searches = {at: row.search for at, row in enumerate(rows) if row.search is not None}
+        self._rows = rows
+        self._adjusting = Adjusting([row.adjustments for row in rows], list(self._searches))
 
-    def adjust(self, logits: torch.Tensor, block: Block) -> None:
-        """Nothing yet."""
+    def adjust(self, logits: torch.Tensor, asked: Asked, block: Block) -> None:
+        self._adjusting.adjust(logits, asked, block)
 
     def steer(self, logits: torch.Tensor, asked: Asked, proposal: Proposal, block: Block) -> torch.Tensor:
+        self._adjusting.unfilter_(logits)
         writable = torch.ones_like(block.known)
-        if not self._searches:
-            return writable
-        logits[..., asked.mask_id] = float("-inf")
+        if self._searches:
+            self._take_paths(logits, asked, proposal, block, writable)
+        self._adjusting.judge(logits, asked, proposal)
+        return writable
+
+    def _take_paths(
+        self,
+        logits: torch.Tensor,
+        asked: Asked,
+        proposal: Proposal,
+        block: Block,
+        writable: torch.Tensor,
+    ) -> None:
         paths = self._paths(logits, asked, _host_rows(self._searches, proposal, block))
         at = torch.tensor(list(paths), device=logits.device)
         found = list(paths.values())
@@ -78,14 +94,10 @@ class RowsGuide:
         block.path.index_copy_(0, at, tokens)
         proposal.tokens.index_copy_(0, at, torch.where(there, tokens, asked.mask_id))
         proposal.confidence.index_copy_(0, at, confidence)
-        lines = logits[at]
-        chosen = lines.gather(2, tokens.clamp(min=0).unsqueeze(2)).squeeze(2) - lines.amax(2)
-        proposal.logprobs.index_copy_(0, at, chosen - proposal.mass[at].log())
         dead = torch.tensor([path is None for path in found], device=logits.device).unsqueeze(1)
         proposal.valid.index_copy_(0, at, proposal.valid[at] & ~dead)
         # Under a grammar a token that was written stays.
         writable.index_copy_(0, at, (there | dead) & block.masked[at])
-        return writable
 
     def _paths(
         self, logits: torch.Tensor, asked: Asked, rows: Mapping[int, BlockRow]
@@ -126,6 +138,7 @@ class RowsGuide:
         apply_masks_(
             lines, torch.arange(len(lines), device=lines.device), torch.from_numpy(masks).to(lines.device)
         )
+        lines = self._adjusting.filtered(lines, [at for at, _ in questions])
         lowered = asked.lowered
         one = replace(
             asked,
@@ -144,9 +157,15 @@ class RowsGuide:
         ]
 
     def written(self, block: Block) -> None:
+        self._adjusting.written(block)
         starts, ids, known = (column.tolist() for column in (block.starts, block.ids, block.known))
         for at, search in self._searches.items():
             search.take(starts[at], ids[at], known[at])
+
+    def told(self) -> list[Guided]:
+        """What the host is told of each row after the round."""
+        found = [row.adjustments for row in self._rows]
+        return [Guided([*each.tops], each.exhausted) for each in found]
 
 
 def _host_rows(rows: Mapping[int, PathSearch], proposal: Proposal, block: Block) -> dict[int, BlockRow]:

@@ -21,7 +21,7 @@ from aioinfer.diffusion.block import Rows
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
-from aioinfer.execution.decoding.base import Transfer
+from aioinfer.execution.decoding.base import Guided, Transfer
 from aioinfer.execution.decoding.block_steering import BlockSteering
 from aioinfer.params import DiffusionParams
 from aioinfer.scheduling.step import NewRequestData
@@ -143,14 +143,18 @@ class BlockTable:
         ids = torch.where(paired.unsqueeze(1), block.ids, turned[:, : layout.size])
         return Round(slots, turned, ids, turns & paired)
 
-    def step(self, logits: torch.Tensor, round: Round, groups: Sequence[AlgorithmRows]) -> None:
+    def step(self, logits: torch.Tensor, round: Round, groups: Sequence[AlgorithmRows]) -> dict[int, Guided]:
         """Have every row's algorithm write what the forward is good for; the slots then hold the outcome.
 
         Args:
             logits: [K, B, V].
             round: written to.
             groups: the rows of each algorithm.
+
+        Returns:
+            by row that is steered, what its record does not have
         """
+        told: dict[int, Guided] = {}
         for group in groups:
             rows = slice(group.first, group.last)
             block, counters = self._records.block(round.records[rows])
@@ -162,7 +166,10 @@ class BlockTable:
                 mine = mine.to(torch.float32, copy=True)
                 guide = self._steering.guide(np.frombuffer(group.key, np.int64).tolist())
             entry.algorithm.step(mine, block, state, drawn=group.drawn, filtered=group.filtered, guide=guide)
+            if guide is not None:
+                told |= zip(range(group.first, group.last), guide.told(), strict=True)
         self._table.index_copy_(0, round.slots, round.records)
+        return told
 
 
 @dataclass(frozen=True, slots=True)

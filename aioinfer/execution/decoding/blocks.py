@@ -18,7 +18,7 @@ from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names, usable_algorithms
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import ConfigError
-from aioinfer.execution.decoding.base import Output, Transfer
+from aioinfer.execution.decoding.base import Guided, Output, Transfer
 from aioinfer.execution.decoding.block_graphs import CapturedBlocks
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round, Tenant
 from aioinfer.execution.device import StepResult
@@ -31,7 +31,7 @@ from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import StatePool
 from aioinfer.params import DiffusionParams
 from aioinfer.sampling.backend import choose_proposing
-from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.sampling.outcomes import BAD_GRAMMAR, NO_TOKEN
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
 
 __all__ = ["BlockDecoding", "BlockKind", "BlockPacker", "BlockWork", "block_records"]
@@ -233,11 +233,12 @@ class BlockDecoding:
         transfer: Transfer,
     ) -> Output:
         work: BlockWork = packed.work
+        guided: dict[int, Guided] = {}
         if work.rows:
             shape = (len(work.rows), self._records.size, logits.shape[-1])
-            self.table.step(logits.view(shape), state, work.groups)
+            guided = self.table.step(logits.view(shape), state, work.groups)
         records = state.records.view(-1)
-        return Output([records] if len(records) else [])
+        return Output([records] if len(records) else [], guided=guided)
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Round, rounds: int) -> bool:
         """No request wants to join, and no block is done."""
@@ -260,6 +261,11 @@ class BlockDecoding:
         ]
         for records in copies:
             states = self._records.states(records.view(-1, self._records.words).numpy(), counters)
+            for at, told in output.guided.items():
+                if any(told.tops):
+                    states[at] = replace(states[at], tops=told.tops)
+                if told.exhausted:
+                    result.tokens[work.rows[at]] = BAD_GRAMMAR
             result.blocks = dict(zip(work.rows, states, strict=True))
         return result
 

@@ -19,7 +19,7 @@ from aioinfer.scheduling.step import NewRequestData
 from aioinfer.steering.state import SteeringState
 from aioinfer.text.grammar import GrammarState
 
-__all__ = ["FLOAT_FIELDS", "SamplingMetadata", "SamplingTable"]
+__all__ = ["FLOAT_FIELDS", "SamplingMetadata", "SamplingTable", "token_mask"]
 
 #: order of the per-row parameters in ``SamplingMetadata.floats``
 FLOAT_FIELDS = (
@@ -126,7 +126,7 @@ class SamplingTable:
             ids = np.fromiter(params.logit_bias, np.int64)
             self._bias[slot] = (ids, values.view(np.int32).astype(np.int64))
         if params.allowed_token_ids is not None:
-            self._allowed[slot] = _mask(params.allowed_token_ids)
+            self._allowed[slot] = token_mask(params.allowed_token_ids)
 
     def metadata(self, slots: _Ints) -> SamplingMetadata:
         """Metadata of rows with these slots, int64 [S]."""
@@ -211,7 +211,7 @@ class SamplingTable:
         return rows, ids, bits
 
 
-def _mask(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def token_mask(ids: Sequence[int]) -> npt.NDArray[np.int32]:
     """Bits of these tokens; as long as the largest needs."""
     words = np.zeros(max(ids) // 32 + 1, np.uint32)
     tokens = np.asarray(ids, np.int64)

@@ -1,0 +1,237 @@
+"""Adjustments: what parameters of requests do to the logits of single positions of their blocks.
+
+::
+
+    logits ─► logit_bias ─► allowed_token_ids ─► penalties ─► min_tokens ─► further filters ─► propose
+       └─► logprobs, of the tokens that the round writes
+
+The operations are those of the sampler. What a penalty counts is the output before the block and the block's
+tokens at the start of the round, but not the position's own: tokens of one round do not see each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.proposal import Asked, Proposal, lower_, propose
+from aioinfer.diffusion.state import Tops
+from aioinfer.execution.decoding.sampling_metadata import token_mask
+from aioinfer.sampling.batch import FilterRows
+from aioinfer.sampling.filters import apply_further
+from aioinfer.sampling.logits_processors import add_biases_, apply_masks_, ban_
+from aioinfer.sampling.penalties import IN_PROMPT, penalise_counted
+from aioinfer.scheduling.step import NewRequestData
+
+__all__ = ["Adjusting", "Adjustments"]
+
+_NEVER = float("-inf")
+
+
+class Adjustments:
+    """Those of one request, and what they depend on: its output before a block, and the block."""
+
+    __slots__ = ("_counted", "_newest", "_start", "exhausted", "params", "prompt_length", "stop_ids", "tops")
+
+    def __init__(self, data: NewRequestData, size: int) -> None:
+        """``size``: positions of a block."""
+        self.params = data.params
+        self.stop_ids = sorted(data.stop_ids)
+        self.prompt_length = begun = len(data.prompt_ids)
+        resume = data.resume
+        self._start = (begun + len(data.output_ids)) // size * size if resume is None else resume.start
+        before = max(0, self._start - begun)
+        #: tokens of prompt and output before the block, counted as by Penalties
+        self._counted: Counter[int] = Counter()
+        if self.params.penalised:
+            self._counted.update(dict.fromkeys(data.prompt_ids, IN_PROMPT))
+            self._counted.update(data.output_ids[:before])
+        #: own tokens of the block, as the newest round left them
+        self._newest: Sequence[int] = data.output_ids[before:]
+        #: by position of the block, the likeliest tokens and their logprobs; () where nothing was written
+        self.tops: Tops = [()] * size if resume is None or not resume.tops else [*resume.tops]
+        #: a position had no token that is allowed
+        self.exhausted = False
+
+    def turn(self, start: int) -> None:
+        """The round is for the block that begins there."""
+        if start > self._start:
+            if self.params.penalised:
+                self._counted.update(self._newest)
+            self._start, self._newest, self.tops = start, (), [()] * len(self.tops)
+
+    def leave(self, tokens: Sequence[int]) -> None:
+        """A round is over; ``tokens``: own tokens of the block."""
+        self._newest = tokens
+
+    def adjust(self, lines: torch.Tensor, ids: torch.Tensor, own: torch.Tensor) -> None:
+        """Change the logits of the block, [B, V], in place. ``ids``: of its positions, [B]; ``own``: which of
+        them are tokens of the output, bool [B]."""
+        params, size, device = self.params, len(lines), lines.device
+        if params.logit_bias:
+            biased = torch.tensor(list(params.logit_bias), device=device)
+            values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=device)
+            rows = torch.arange(size, device=device).repeat_interleave(len(biased))
+            bits = values.view(torch.int32).to(torch.int64)
+            add_biases_(lines, rows, biased.repeat(size), bits.repeat(size))
+        if params.allowed_token_ids is not None:
+            mask = torch.from_numpy(token_mask(params.allowed_token_ids)).to(device)
+            apply_masks_(lines, torch.arange(size, device=device), mask.expand(size, -1))
+        if params.penalised:
+            self._penalise(lines, ids, own)
+        early = min(size, self.prompt_length + params.min_tokens - self._start)
+        if params.min_tokens and early > 0 and self.stop_ids:
+            ends = torch.tensor(self.stop_ids, device=device)
+            ban_(lines, torch.arange(early, device=device).repeat_interleave(len(ends)), ends.repeat(early))
+
+    def _penalise(self, lines: torch.Tensor, ids: torch.Tensor, own: torch.Tensor) -> None:
+        mine = ids[own]
+        counted = self._counted + Counter(mine.tolist())
+        if not counted:
+            return
+        # Sorted, for the places of the block's own tokens.
+        tokens = np.fromiter(sorted(counted), np.int64)
+        counts = torch.tensor([counted[token] for token in tokens.tolist()], dtype=torch.int32)
+        columns = torch.from_numpy(tokens).to(lines.device)
+        each = counts.to(lines.device).repeat(len(lines), 1)
+        each[own, torch.searchsorted(columns, mine)] -= 1
+        params = self.params
+        repetition, presence, frequency = (
+            torch.tensor(value, dtype=torch.float32, device=lines.device)
+            for value in (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        )
+        lines[:, columns] = penalise_counted(lines[:, columns], each, repetition, presence, frequency)
+
+    @property
+    def filters(self) -> dict[str, float]:
+        """Further filters, of tokens that are drawn."""
+        return {} if self.params.greedy else self.params.further_filters
+
+    @property
+    def changes(self) -> bool:
+        """:meth:`adjust` does something."""
+        params = self.params
+        one_by_one = params.logit_bias is not None or params.allowed_token_ids is not None
+        return one_by_one or params.penalised or params.min_tokens > 0
+
+
+class _Scored(NamedTuple):
+    """The distributions of the model at temperature 1, for logprobs."""
+
+    #: [R] int64
+    rows: torch.Tensor
+    #: [R, B, V] logits; [R, B] the largest of them, and the logarithm of the mass relative to that
+    logits: torch.Tensor
+    best: torch.Tensor
+    log_mass: torch.Tensor
+
+
+class Adjusting:
+    """The adjustments of R rows in one round."""
+
+    def __init__(self, rows: Sequence[Adjustments], searching: Sequence[int]) -> None:
+        """``searching``: rows whose tokens are searched among the logits before further filters."""
+        self._rows = rows
+        self._searching = frozenset(searching)
+        self._scored: _Scored | None = None
+        #: by row, its logits before further filters
+        self._unfiltered: dict[int, torch.Tensor] = {}
+
+    def adjust(self, logits: torch.Tensor, asked: Asked, block: Block) -> None:
+        """Change the logits, [R, B, V] float32, in place."""
+        for row, start in zip(self._rows, block.starts.tolist(), strict=True):
+            row.turn(start)
+        self._score(logits, asked)
+        for at, row in enumerate(self._rows):
+            if row.changes:
+                row.adjust(logits[at], block.ids[at], block.known[at] & block.editable[at])
+        logits[..., asked.mask_id] = _NEVER
+        for at, row in enumerate(self._rows):
+            if row.filters:
+                if at in self._searching:
+                    self._unfiltered[at] = logits[at].clone()
+                logits[at] = self.filtered(logits[at], [at] * len(logits[at]))
+
+    def filtered(self, lines: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Logits [N, V] of positions of these rows, without what further filters remove."""
+        found: dict[str, dict[int, float]] = {}
+        for line, at in enumerate(rows):
+            for name, value in self._rows[at].filters.items():
+                found.setdefault(name, {})[line] = value
+        if not found:
+            return lines
+        own = [
+            FilterRows(
+                name,
+                torch.tensor(list(values), device=lines.device),
+                torch.tensor(list(values.values()), dtype=torch.float32, device=lines.device),
+            )
+            for name, values in sorted(found.items())
+        ]
+        return apply_further(lines, own)
+
+    def unfilter_(self, logits: torch.Tensor) -> None:
+        """Restore what further filters removed in rows that search."""
+        for at, lines in self._unfiltered.items():
+            logits[at] = lines
+
+    def _score(self, logits: torch.Tensor, asked: Asked) -> None:
+        rows = [at for at, row in enumerate(self._rows) if row.params.logprobs is not None]
+        if not rows:
+            return
+        at = torch.tensor(rows, device=logits.device)
+        lines = logits[at]
+        if asked.lowered is not None:
+            ids, by = asked.lowered
+            lower_(lines, ids[at], by[at])
+        lines[..., asked.mask_id] = _NEVER
+        plain = replace(asked, drawn=False, filtered=False, lowered=None, entropy=False)
+        found = propose(lines, plain)
+        best = lines.gather(2, found.tokens.unsqueeze(2)).squeeze(2)
+        self._scored = _Scored(at, lines, best, found.mass.log())
+
+    def judge(self, logits: torch.Tensor, asked: Asked, proposal: Proposal) -> None:
+        """The tokens are proposed: their logprobs become those of the model. Rows in which some position
+        has no token that is allowed are noted."""
+        if (scored := self._scored) is not None:
+            tokens = proposal.tokens[scored.rows].unsqueeze(2)
+            relative = scored.logits.gather(2, tokens).squeeze(2) - scored.best
+            proposal.logprobs.index_copy_(0, scored.rows, relative - scored.log_mass)
+        broken = (asked.wanted & ~proposal.valid).any(1)
+        for at in torch.nonzero(broken).flatten().tolist():
+            none = logits[at].amax(1) == _NEVER
+            row = self._rows[at]
+            row.exhausted = bool(row.params.constraints) and bool((none & asked.wanted[at]).any())
+
+    def written(self, block: Block) -> None:
+        """The round has written what it chose."""
+        for at, row in enumerate(self._rows):
+            if row.params.penalised:
+                row.leave(block.ids[at][block.known[at] & block.editable[at]].tolist())
+        scored = self._scored
+        most = max((row.params.logprobs or 0 for row in self._rows), default=0)
+        if scored is None or not most:
+            return
+        now = block.changed.unsqueeze(1) & (block.written_in == (block.rounds - 1).unsqueeze(1))
+        where = now[scored.rows]
+        lines = scored.logits[where]
+        top = lines.topk(min(most, lines.shape[1]), dim=1)
+        values = (top.values - scored.best[where].unsqueeze(1)) - scored.log_mass[where].unsqueeze(1)
+        numbers = scored.rows.tolist()
+        for (row, place), found in zip(
+            torch.nonzero(where).tolist(), _pairs(top.indices, values), strict=True
+        ):
+            mine = self._rows[numbers[row]]
+            mine.tops[place] = found[: mine.params.logprobs or 0]
+
+
+def _pairs(ids: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[tuple[int, float], ...]]:
+    for tokens, logprobs in zip(ids.tolist(), values.tolist(), strict=True):
+        pairs = zip(tokens, logprobs, strict=True)
+        yield tuple((token, logprob) for token, logprob in pairs if logprob > _NEVER)
