@@ -6,17 +6,20 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.guide import steered
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.testing import TimedLauncher
+from tests.diffusion.adjusting import adjusted, raw_logprobs
 from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_store, random_switches, verify_ids
@@ -86,17 +89,39 @@ def random_params(rng: random.Random) -> SamplingParams:
     algorithm = rng.choice(algorithm_names())
     given = random_diffusion(algorithm, np.random.default_rng(rng.randrange(1 << 40)))
     temperature = rng.choice([0.0, 0.0, 0.5, 1.0])
+    most = rng.choice([1, 2, 5, 8, 20, 40])
+    adjusting: dict[str, Any] = {
+        "repetition_penalty": rng.choice([1.5, 0.7]),
+        "presence_penalty": rng.choice([1.5, -0.5]),
+        "frequency_penalty": 1.0,
+        "logit_bias": {rng.randrange(1, VOCAB): rng.choice([12.0, 4.0, -100.0]) for _ in range(4)},
+        "allowed_token_ids": sorted(rng.sample(range(VOCAB), 40)),
+        "min_tokens": 1,  # more may exceed the context
+        "top_n_sigma": 1.3,
+        "logprobs": rng.choice([1, 3]),
+    }
+    if rng.random() < 0.6:
+        adjusting = {}  # by far the most requests of a server
+    given |= {name: adjusting[name] for name in adjusting if rng.random() < 0.4}
+    return _params(rng, algorithm, temperature, most, given)
+
+
+def _params(
+    rng: random.Random, algorithm: str, temperature: float, most: int, given: dict[str, Any]
+) -> SamplingParams:
+    own = {name: given.pop(name) for name in tuple(given) if name in SamplingParams.__dataclass_fields__}
+    own.setdefault("logprobs", rng.choice([None, 0]))
     return SamplingParams(
         temperature=temperature,
         top_k=rng.choice([0, 3]),
         top_p=rng.choice([1.0, 0.9]),
         seed=rng.randrange(1 << 40),
-        max_tokens=rng.choice([1, 2, 5, 8, 20, 40]),
+        max_tokens=most,
         stop=rng.choice([(), (), ("a",), ("ab", "zz"), ("üb", "cd", "x")]),
         stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
         ignore_eos=rng.random() < 0.3,
         include_stop=rng.random() < 0.2,
-        logprobs=rng.choice([None, 0]),
+        **own,
         diffusion=DiffusionParams(algorithm=algorithm, draft=rng.random() < 0.3, **given),
     )
 
@@ -108,6 +133,8 @@ class Plain:
     ids: list[int] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    #: where alternatives are asked for: of all tokens, the likeliest first
+    tops: list[list[float]] = field(default_factory=list)
 
 
 def verify(world: World, claims: Sequence[Claim]) -> None:
@@ -135,8 +162,23 @@ def _verify(world: World, claims: Sequence[Claim], version: int) -> None:
         count = len(claim.ids)
         assert claim.result.step_map == plain.steps[:count], claim
         if claim.result.logprobs is not None:
-            pairs = zip(plain.ids[:count], plain.logprobs[:count], strict=True)
-            assert claim.result.logprobs == [TokenLogprob(*pair) for pair in pairs], claim
+            check_logprobs(claim.result.logprobs, plain, claim.params)
+
+
+def check_logprobs(found: Sequence[TokenLogprob], plain: Plain, params: SamplingParams) -> None:
+    """To the bit where only the algorithm writes, else as far as two ways to compute them agree."""
+    pairs = zip(plain.ids[: len(found)], plain.logprobs[: len(found)], strict=True)
+    if not steered(params):
+        assert found == [TokenLogprob(*pair) for pair in pairs]
+        return
+    for at, (each, (token, logprob)) in enumerate(zip(found, pairs, strict=True)):
+        assert each.token_id == token
+        assert abs(each.logprob - logprob) < 1e-4
+        wanted = sorted(plain.tops[at], reverse=True)[: params.logprobs]
+        assert len(each.top) == len({token for token, _ in each.top}) == len(wanted)
+        for (other, value), right in zip(each.top, wanted, strict=True):
+            assert abs(value - right) < 1e-4
+            assert abs(plain.tops[at][other] - right) < 1e-4
 
 
 def decode(
@@ -180,10 +222,24 @@ def _decode(
     )
     before = torch.tensor([_hash(device, prompt) for prompt, _ in asked])
     live = list(range(len(asked)))
+    tops: list[list[list[float]]] = [[[]] * size for _ in asked]
     while live:
-        cls(mask_id, None, EDITS).step(script.logits(before, block.ids), block, state)
+        logits = script.logits(before, block.ids)
+        lines, ids = logits.clone(), block.ids.clone()
+        changed = [at for at, row in enumerate(live) if steered(asked[row][1])]
+        for at in changed:
+            lines[at] = _adjusted(logits[at], block, at, asked[live[at]], found[live[at]].ids, mask_id)
+        cls(mask_id, None, EDITS).step(lines, block, state)
+        for at in changed:
+            for place in torch.nonzero(block.changed[at] & (block.written_in[at] == block.rounds[at] - 1)):
+                lowered = None
+                if place and "penalty" in state:
+                    lowered = int(ids[at, place - 1]), float(state["penalty"][at])
+                values = raw_logprobs(logits[at, int(place)], mask_id, lowered)
+                block.logprobs[at, place] = values[int(block.ids[at, place])]
+                tops[live[at]][int(place)] = values
         going = [
-            not done or _extend(found[row], block, at, *asked[row], longest)
+            not done or _extend(found[row], block, at, tops[row], *asked[row], longest)
             for at, (row, done) in enumerate(zip(live, block.done.tolist(), strict=True))
         ]
         finished = block.done.clone()
@@ -211,17 +267,49 @@ def _hash(device: ScriptedDevice, prompt: list[int]) -> int:
     return int(before)
 
 
+def _adjusted(
+    logits: torch.Tensor,
+    block: Block,
+    row: int,
+    asked: tuple[list[int], SamplingParams],
+    output: list[int],
+    mask_id: int,
+) -> torch.Tensor:
+    """As the request's parameters have them, by another definition than the package's."""
+    prompt, params = asked
+    own = (block.known & block.editable)[row].tolist()
+    tokens = zip(block.ids[row].tolist(), own, strict=True)
+    return adjusted(
+        *(logits, params),
+        mask_id=mask_id,
+        prompt=prompt,
+        before=output,
+        block=[token if there else None for token, there in tokens],
+        start=int(block.starts[row]),
+        stop_ids=[*params.stop_token_ids, *(() if params.ignore_eos else (0,))],
+    )
+
+
 def _extend(
-    plain: Plain, block: Block, row: int, prompt: list[int], params: SamplingParams, longest: int
+    plain: Plain,
+    block: Block,
+    row: int,
+    tops: list[list[float]],
+    prompt: list[int],
+    params: SamplingParams,
+    longest: int,
 ) -> bool:
     """A block is done; False if the output ends in it."""
     assert params.max_tokens is not None
     most = min(longest - len(prompt), params.max_tokens)
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (0,))}
     columns = (block.ids, block.written_in, block.logprobs, block.editable)
-    for token, step, logprob, own in zip(*(column[row].tolist() for column in columns), strict=True):
+    for token, step, logprob, own, top in zip(
+        *(column[row].tolist() for column in columns), tops, strict=True
+    ):
         if not own:
             continue
+        plain.tops.append(top)
         plain.ids.append(token)
         plain.steps.append(step)
         plain.logprobs.append(logprob)
