@@ -69,6 +69,14 @@ DIFFUSION: dict[str, dict[str, Any]] = {
     "factor": {"diffusion": DiffusionParams(algorithm="factor", factor=4.0), "stop": ("the",)},
     "entropy": {"diffusion": DiffusionParams(algorithm="entropy_bound", entropy_bound=0.5), "logprobs": 0},
     "drafts": {"diffusion": DiffusionParams(draft=True), "temperature": 0.7},
+    "penalised": {
+        **{"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 3},
+        "diffusion": DiffusionParams(threshold=0.6),
+    },
+    "biased edits": {
+        **{"logit_bias": {40: 4.0}, "allowed_token_ids": range(30, 200), "min_tokens": 20, "top_n_sigma": 2.0},
+        **{"temperature": 1.0, "logprobs": 2, "diffusion": DiffusionParams(algorithm="joint_threshold")},
+    },
 }
 
 
@@ -391,6 +399,7 @@ async def test_a_block_that_cannot_be_is_refused_before_anything_is_queued() -> 
             ("rounds", 2**63 - 1),
             ("logprobs", [-math.inf] * size),
             ("written_in", [2**40] * size),
+            *(("tops", bad) for bad in ([[]], [[[10**9, -1.0]]] * size, [[[-1, -1.0]]] * size)),
             ("start", record["block"]["start"] + size),
         ]
         for name, value in changes:
