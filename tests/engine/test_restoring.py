@@ -70,12 +70,20 @@ DIFFUSION: dict[str, dict[str, Any]] = {
     "entropy": {"diffusion": DiffusionParams(algorithm="entropy_bound", entropy_bound=0.5), "logprobs": 0},
     "drafts": {"diffusion": DiffusionParams(draft=True), "temperature": 0.7},
     "penalised": {
-        **{"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 3},
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.7,
+        "frequency_penalty": 0.4,
+        "logprobs": 3,
         "diffusion": DiffusionParams(threshold=0.6),
     },
     "biased edits": {
-        **{"logit_bias": {40: 4.0}, "allowed_token_ids": range(30, 200), "min_tokens": 20, "top_n_sigma": 2.0},
-        **{"temperature": 1.0, "logprobs": 2, "diffusion": DiffusionParams(algorithm="joint_threshold")},
+        "logit_bias": {40: 4.0},
+        "allowed_token_ids": range(30, 200),
+        "min_tokens": 20,
+        "top_n_sigma": 2.0,
+        "temperature": 1.0,
+        "logprobs": 2,
+        "diffusion": DiffusionParams(algorithm="joint_threshold"),
     },
 }
 

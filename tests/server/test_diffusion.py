@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.loop import factory
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.server.openai.protocol import Call, Served, parse_completion
 from aioinfer.text.output import UNKNOWN
-from tests.server.calls import Reply
-from tests.server.conftest import Serving
+from tests.server.calls import Reply, http
+from tests.server.conftest import Serving, run_server
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer
 from tests.toys.blocks import ScriptedDevice, scripted_generate
@@ -162,8 +164,6 @@ BAD: list[tuple[Any, str]] = [
 REFUSED: list[tuple[str, Any, str]] = [
     ("thinking_budget", 3, "thinking_budget"),
     ("prompt_logprobs", 1, "prompt_logprobs"),
-    ("response_format", {"type": "json_object"}, "response_format"),
-    ("guided_regex", "(", "guided_regex"),
 ]
 
 
@@ -193,6 +193,66 @@ async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
             assert len(answer["choices"][0]["logprobs"]["content"]) == 30
 
 
+async def test_fields_that_change_logits_reach_blocks(serving: Serving) -> None:
+    """Each of them says something here."""
+    fields: list[dict[str, Any]] = [
+        {"frequency_penalty": 2.0, "logit_bias": {"5": 11, "6": 10, "7": 9}},
+        {"repetition_penalty": 8.0},
+        {"logit_bias": {"5": 100}},
+        {"allowed_token_ids": [5, 6, 7]},
+        {"min_tokens": 30, "logit_bias": {"0": 100}, "ignore_eos": False},
+        {"bad_words": [[5]], "logit_bias": {"5": 100}},
+        {"top_n_sigma": 0.5, "temperature": 2.0, "seed": 1},
+    ]
+    async with serving(device=device()) as served:
+        texts = []
+        for each in ({}, *fields):
+            body = {**ASK, **EXTRA, "prompt": "abc", "logprobs": 0, **each}
+            reply = await served.post("/v1/completions", body)
+            assert reply.status == 200, reply.text
+            texts.append(tuple(reply.json()["choices"][0]["logprobs"]["tokens"]))
+            params = {name: value for name, value in body.items() if name not in ("prompt", "model")}
+            if isinstance(params.get("logit_bias"), dict):
+                params["logit_bias"] = {int(token): value for token, value in params["logit_bias"].items()}
+            same = await served.engine.generate(ToyTokenizer().encode("abc"), SamplingParams(**params))
+            assert reply.json()["choices"][0]["text"] == same.text
+    assert len(set(texts)) == len(texts)
+    assert set(texts[3]) == {ToyTokenizer().decode([5])}
+    assert ToyTokenizer().decode([5]) not in texts[6]
+
+
+@rest(SECONDS)
+async def test_alternatives_are_those_of_the_round_that_wrote_the_token() -> None:
+    """In chats and completions of the bundled model, whole and streamed; the same as in process."""
+    ask: dict[str, Any] = {"model": "tiny-diffusion", "temperature": 0, "max_tokens": 24}
+    chat = {**ask, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
+    engine = Engine(EngineConfig(model="tiny-diffusion", threads=1))
+    async with run_server(engine, ServerConfig(port=0)) as running, http(running.url) as calls:
+        body = {**chat, "logprobs": True, "top_logprobs": 3}
+        entries = (await calls.post("/v1/chat/completions", body)).json()["choices"][0]["logprobs"]
+        alone = {**chat, "logprobs": True}
+        plain = (await calls.post("/v1/chat/completions", alone)).json()["choices"][0]["logprobs"]
+        said = await engine.generate(
+            chat["messages"], SamplingParams(temperature=0, max_tokens=24, logprobs=3)
+        )
+        prompt = {**ask, "prompt": "copy: banana", "logprobs": 2}
+        completed = (await calls.post("/v1/completions", prompt)).json()["choices"][0]["logprobs"]
+        streamed = await calls.post("/v1/completions", {**prompt, "stream": True})
+    assert said.logprobs is not None
+    for entry, own, there in zip(entries["content"], plain["content"], said.logprobs, strict=True):
+        assert entry["logprob"] == own["logprob"] == there.logprob, "alternatives change nothing"
+        top = entry["top_logprobs"]
+        assert [each["logprob"] for each in top] == [value for _, value in there.top]
+        assert len(top) == 3
+        # Greedy: the likeliest is the one that was written.
+        assert (top[0]["token"], top[0]["logprob"]) == (entry["token"], entry["logprob"])
+        assert sum(math.exp(each["logprob"]) for each in top) <= 1 + 1e-5
+    assert all(len(top) in (1, 2) for top in completed["top_logprobs"])
+    choices = [event["choices"][0] for event in streamed.events()]
+    parts = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    assert [top for part in parts for top in part["top_logprobs"]] == completed["top_logprobs"]
+
+
 async def test_an_autoregressive_model_refuses_diffusion_fields(serving: Serving) -> None:
     async with serving() as served:
         reply = await served.post("/v1/chat/completions", {**ASK, "messages": CHAT, "diffusion": {}})
@@ -212,10 +272,10 @@ def test_fields_of_a_body_override_the_models_defaults() -> None:
     assert parsed(None, own).params.diffusion == own.diffusion
 
 
-def test_unsupported_recommendations_of_a_model_are_dropped(tmp_path: Path) -> None:
+def test_recommendations_of_a_model_are_defaults_of_blocks_too(tmp_path: Path) -> None:
     stated = {"repetition_penalty": 1.2, "temperature": 0.5}
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
     config = EngineConfig(model=str(tmp_path))
     info = device().open()
     params = factory.default_params(config, info)
-    assert (params.repetition_penalty, params.temperature) == (1.0, 0.5)
+    assert (params.repetition_penalty, params.temperature) == (1.2, 0.5)
