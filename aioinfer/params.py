@@ -96,7 +96,8 @@ class SamplingParams:
         skip_special_tokens: omit special tokens from the text.
         logit_bias: token id -> value in [-100, 100] added to its logit, before all other processing.
         allowed_token_ids: only these tokens can be sampled, end tokens included; ``None`` allows all.
-        logprobs: report the logprob of each token and of this many most likely ones (0 to 20).
+        logprobs: report the logprob of each token and of this many most likely ones (0 to 20), as they were
+            when it was sampled, or written to a block.
         prompt_logprobs: the same for the tokens of the prompt. What is scored is not read from the prefix
             cache.
         logprob_start_len: index of the first token of the prompt that ``prompt_logprobs`` are wanted of;
@@ -105,7 +106,9 @@ class SamplingParams:
             schema, and a class with ``model_json_schema`` (pydantic's) stands for its schema.
         bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a
             space, or sequences of token ids. Other tokenizations of a text pass.
-        diffusion: how blocks are denoised; for diffusion models.
+        diffusion: how blocks are denoised; for diffusion models, which refuse ``logits_processors``,
+            ``thinking_budget`` and ``prompt_logprobs``, and count for penalties what is known of a block at
+            the start of a round.
         logits_processors: functions that decide at each position how the output goes on, in this order:
             :mod:`aioinfer.steering.processors`. They are called in this process only.
         thinking_budget: at this many tokens of thought, of all thoughts of the output together, the thought

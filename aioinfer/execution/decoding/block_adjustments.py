@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aioinfer.diffusion.block import Block
@@ -37,7 +38,14 @@ _NEVER = float("-inf")
 class Adjustments:
     """Those of one request, and what they depend on: its output before a block, and the block."""
 
-    __slots__ = ("_counted", "_newest", "_start", "exhausted", "params", "prompt_length", "stop_ids", "tops")
+    __slots__ = (
+        *("_counted", "_known", "_newest", "_start"),
+        "exhausted",
+        "params",
+        "prompt_length",
+        "stop_ids",
+        "tops",
+    )
 
     def __init__(self, data: NewRequestData, size: int) -> None:
         """``size``: positions of a block."""
@@ -50,8 +58,10 @@ class Adjustments:
         #: tokens of prompt and output before the block, counted as by Penalties
         self._counted: Counter[int] = Counter()
         if self.params.penalised:
-            self._counted.update(dict.fromkeys(data.prompt_ids, IN_PROMPT))
             self._counted.update(data.output_ids[:before])
+        if self.params.repetition_penalty != 1:
+            self._counted.update(dict.fromkeys(data.prompt_ids, IN_PROMPT))
+        self._known = _arrays(self._counted)
         #: own tokens of the block, as the newest round left them
         self._newest: Sequence[int] = data.output_ids[before:]
         #: by position of the block, the likeliest tokens and their logprobs; () where nothing was written
@@ -64,6 +74,7 @@ class Adjustments:
         if start > self._start:
             if self.params.penalised:
                 self._counted.update(self._newest)
+                self._known = _arrays(self._counted)
             self._start, self._newest, self.tops = start, (), [()] * len(self.tops)
 
     def leave(self, tokens: Sequence[int]) -> None:
@@ -91,16 +102,17 @@ class Adjustments:
             ban_(lines, torch.arange(early, device=device).repeat_interleave(len(ends)), ends.repeat(early))
 
     def _penalise(self, lines: torch.Tensor, ids: torch.Tensor, own: torch.Tensor) -> None:
-        mine = ids[own]
-        counted = self._counted + Counter(mine.tolist())
-        if not counted:
+        before, numbers = self._known
+        mine = ids[own].cpu().numpy()
+        tokens, places = np.unique(np.concatenate((before, mine)), return_inverse=True)
+        if not len(tokens):
             return
-        # Sorted, for the places of the block's own tokens.
-        tokens = np.fromiter(sorted(counted), np.int64)
-        counts = torch.tensor([counted[token] for token in tokens.tolist()], dtype=torch.int32)
+        counts = np.zeros(len(tokens), np.int32)
+        counts[places[: len(before)]] = numbers
+        np.add.at(counts, places[len(before) :], 1)
         columns = torch.from_numpy(tokens).to(lines.device)
-        each = counts.to(lines.device).repeat(len(lines), 1)
-        each[own, torch.searchsorted(columns, mine)] -= 1
+        each = torch.from_numpy(counts).to(lines.device).repeat(len(lines), 1)
+        each[own, torch.from_numpy(places[len(before) :]).to(lines.device)] -= 1
         params = self.params
         repetition, presence, frequency = (
             torch.tensor(value, dtype=torch.float32, device=lines.device)
@@ -121,12 +133,17 @@ class Adjustments:
         return one_by_one or params.penalised or params.min_tokens > 0
 
 
-class _Scored(NamedTuple):
-    """The distributions of the model at temperature 1, for logprobs."""
+def _arrays(counted: Counter[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Tokens and how often they were counted."""
+    return np.fromiter(counted, np.int64), np.fromiter(counted.values(), np.int32)
 
-    #: [R] int64
-    rows: torch.Tensor
-    #: [R, B, V] logits; [R, B] the largest of them, and the logarithm of the mass relative to that
+
+class _Scored(NamedTuple):
+    """The distributions of the model at temperature 1, for logprobs of N positions."""
+
+    #: [R, B] bool
+    where: torch.Tensor
+    #: [N, V] logits; [N] the largest of them, and the logarithm of the mass relative to that
     logits: torch.Tensor
     best: torch.Tensor
     log_mass: torch.Tensor
@@ -148,12 +165,13 @@ class Adjusting:
         for row, start in zip(self._rows, block.starts.tolist(), strict=True):
             row.turn(start)
         self._score(logits, asked)
+        live = asked.wanted.any(1).tolist()
         for at, row in enumerate(self._rows):
-            if row.changes:
+            if row.changes and live[at]:
                 row.adjust(logits[at], block.ids[at], block.known[at] & block.editable[at])
         logits[..., asked.mask_id] = _NEVER
         for at, row in enumerate(self._rows):
-            if row.filters:
+            if row.filters and live[at]:
                 if at in self._searching:
                     self._unfiltered[at] = logits[at].clone()
                 logits[at] = self.filtered(logits[at], [at] * len(logits[at]))
@@ -182,27 +200,27 @@ class Adjusting:
             logits[at] = lines
 
     def _score(self, logits: torch.Tensor, asked: Asked) -> None:
-        rows = [at for at, row in enumerate(self._rows) if row.params.logprobs is not None]
-        if not rows:
+        rows = [row.params.logprobs is not None for row in self._rows]
+        if not any(rows):
             return
-        at = torch.tensor(rows, device=logits.device)
-        lines = logits[at]
+        where = asked.wanted & torch.tensor(rows, device=logits.device).unsqueeze(1)
+        lines = logits[where].unsqueeze(1)
         if asked.lowered is not None:
             ids, by = asked.lowered
-            lower_(lines, ids[at], by[at])
+            lower_(lines, ids[where].unsqueeze(1), by.unsqueeze(1).expand_as(ids)[where])
         lines[..., asked.mask_id] = _NEVER
         plain = replace(asked, drawn=False, filtered=False, lowered=None, entropy=False)
         found = propose(lines, plain)
-        best = lines.gather(2, found.tokens.unsqueeze(2)).squeeze(2)
-        self._scored = _Scored(at, lines, best, found.mass.log())
+        best = lines.gather(2, found.tokens.unsqueeze(2)).view(-1)
+        self._scored = _Scored(where, lines.squeeze(1), best, found.mass.view(-1).log())
 
     def judge(self, logits: torch.Tensor, asked: Asked, proposal: Proposal) -> None:
         """The tokens are proposed: their logprobs become those of the model. Rows in which some position
         has no token that is allowed are noted."""
         if (scored := self._scored) is not None:
-            tokens = proposal.tokens[scored.rows].unsqueeze(2)
-            relative = scored.logits.gather(2, tokens).squeeze(2) - scored.best
-            proposal.logprobs.index_copy_(0, scored.rows, relative - scored.log_mass)
+            tokens = proposal.tokens[scored.where].clamp(min=0).unsqueeze(1)
+            relative = scored.logits.gather(1, tokens).squeeze(1) - scored.best
+            proposal.logprobs[scored.where] = relative - scored.log_mass
         broken = (asked.wanted & ~proposal.valid).any(1)
         for at in torch.nonzero(broken).flatten().tolist():
             none = logits[at].amax(1) == _NEVER
@@ -219,15 +237,13 @@ class Adjusting:
         if scored is None or not most:
             return
         now = block.changed.unsqueeze(1) & (block.written_in == (block.rounds - 1).unsqueeze(1))
-        where = now[scored.rows]
-        lines = scored.logits[where]
+        some = now[scored.where]
+        lines, best, log_mass = (column[some] for column in scored[1:])
         top = lines.topk(min(most, lines.shape[1]), dim=1)
-        values = (top.values - scored.best[where].unsqueeze(1)) - scored.log_mass[where].unsqueeze(1)
-        numbers = scored.rows.tolist()
-        for (row, place), found in zip(
-            torch.nonzero(where).tolist(), _pairs(top.indices, values), strict=True
-        ):
-            mine = self._rows[numbers[row]]
+        values = (top.values - best.unsqueeze(1)) - log_mass.unsqueeze(1)
+        places = torch.nonzero(now & scored.where).tolist()
+        for (row, place), found in zip(places, _pairs(top.indices, values), strict=True):
+            mine = self._rows[row]
             mine.tops[place] = found[: mine.params.logprobs or 0]
 
 
