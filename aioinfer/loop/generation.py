@@ -108,7 +108,8 @@ class BlockGeneration:
         _check_algorithm(algorithm, diffusion, self._edits)
         if algorithm.moves and steered(params):
             raise InvalidRequest(
-                "algorithm", f"{algorithm.name} moves tokens: it knows no grammars, biases and penalties"
+                "algorithm",
+                f"{algorithm.name} moves tokens: it has no constraints, penalties and alternatives",
             )
         return functools.partial(
             BlockCursor,

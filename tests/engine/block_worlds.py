@@ -100,8 +100,8 @@ def random_params(rng: random.Random) -> SamplingParams:
         "top_n_sigma": 1.3,
         "logprobs": rng.choice([1, 3]),
     }
-    if rng.random() < 0.6:
-        adjusting = {}  # by far the most requests of a server
+    if rng.random() < 0.6 or algorithm_class(algorithm).moves:
+        adjusting = {}
     given |= {name: adjusting[name] for name in adjusting if rng.random() < 0.4}
     return _params(rng, algorithm, temperature, most, given)
 

@@ -13,7 +13,7 @@ import pytest
 
 from aioinfer import StreamCheckpoint
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.engine import Engine
 from aioinfer.errors import ConstraintFailed, InvalidRequest
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
@@ -22,11 +22,13 @@ from aioinfer.params import DiffusionParams, SamplingParams
 from tests.engine.block_parity import WAYS, Asked, answers
 from tests.engine.block_worlds import Plain, check_logprobs, decode
 from tests.engine.worlds import ended
-from tests.tiers import thinned
+from tests.tiers import SECONDS, rest, thinned
 from tests.toys import ToyTokenizer
 from tests.toys.blocks import ScriptedDevice
 
 SIZE, VOCAB, MASK, LONGEST = 8, 64, 5, 64
+#: others move tokens and refuse all of this
+ALGORITHMS = usable_algorithms(None)
 ALL: dict[str, Any] = {
     "repetition_penalty": 1.4,
     "presence_penalty": 0.7,
@@ -88,7 +90,7 @@ def requests() -> list[Asked]:
             rng.choices(range(1, VOCAB), k=next(lengths)),
             params_of(kind, algorithm, ignore_eos=number % 3 == 1),
         )
-        for number, (kind, algorithm) in enumerate(itertools.product(KINDS, algorithm_names()))
+        for number, (kind, algorithm) in enumerate(itertools.product(KINDS, ALGORITHMS))
     ]
 
 
@@ -107,6 +109,7 @@ def check(results: Sequence[Result], expected: Sequence[tuple[Asked, Plain]]) ->
         assert result.finish_reason == ended(plain.ids, asked[1])[2]
 
 
+@rest(SECONDS)
 def test_what_is_expected_differs_from_what_is_written_without_parameters(
     expected: list[tuple[Asked, Plain]],
 ) -> None:
@@ -120,14 +123,15 @@ def test_what_is_expected_differs_from_what_is_written_without_parameters(
         for (prompt, params), _ in expected
     ]
     plain = decode(device, device.script, neutral, LONGEST)
-    for first, kind in zip(range(0, len(expected), len(algorithm_names())), KINDS, strict=True):
-        mine = slice(first, first + len(algorithm_names()))
+    for first, kind in zip(range(0, len(expected), len(ALGORITHMS)), KINDS, strict=True):
+        mine = slice(first, first + len(ALGORITHMS))
         changed = [
             each.ids != other.ids for (_, each), other in zip(expected[mine], plain[mine], strict=True)
         ]
         assert any(changed) or kind in ("neighbour", "logprobs"), kind
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", thinned(WAYS, 2))
 def test_every_way_to_compute_blocks_gives_what_is_expected(
     way: str, expected: list[tuple[Asked, Plain]]
@@ -141,7 +145,8 @@ def test_every_way_to_compute_blocks_gives_what_is_expected(
     check(asyncio.run(run()), expected)
 
 
-@pytest.mark.parametrize("way", thinned(WAYS, 1))
+@rest(SECONDS)
+@pytest.mark.parametrize("way", thinned(WAYS, 2))
 def test_requests_that_lose_their_slot_go_on_as_if_they_had_not(
     way: str, expected: list[tuple[Asked, Plain]]
 ) -> None:
@@ -171,12 +176,13 @@ async def checkpoints(prompt: list[int], params: SamplingParams) -> list[StreamC
     return found
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("algorithm", ["low_confidence", "joint_threshold"])
 async def test_a_checkpoint_goes_on_elsewhere_with_counts_and_alternatives(
     algorithm: str, expected: list[tuple[Asked, Plain]]
 ) -> None:
     """Cut after every round, also amid a block, with tokens that are known and are no output yet."""
-    first, by = algorithm_names().index(algorithm), len(algorithm_names())
+    first, by = ALGORITHMS.index(algorithm), len(ALGORITHMS)
     of_kind = dict(zip(KINDS, expected[first::by], strict=True))
     found = 0
     async with make_engine(diffusion_mode="sync") as elsewhere:
@@ -214,10 +220,11 @@ async def test_a_stop_string_may_begin_in_one_block_and_end_in_the_next() -> Non
             assert (whole.token_ids, whole.text) == (found.ids, "".join(pieces))
 
 
+@rest(SECONDS)
 async def test_bad_words_are_in_no_output_whatever_the_way(expected: list[tuple[Asked, Plain]]) -> None:
     """Words of one token and of two, of which the first one is known before or after the second."""
     asked = []
-    for algorithm in algorithm_names():
+    for algorithm in ALGORITHMS:
         for seed in range(3):
             prompt = [seed + 2] * (SIZE - seed)
             device = make_device(EngineConfig(page_size=SIZE))
