@@ -109,7 +109,7 @@ class BlockGeneration:
         if algorithm.moves and steered(params):
             raise InvalidRequest(
                 "algorithm",
-                f"{algorithm.name} moves tokens: it has no constraints, penalties and alternatives",
+                f"{algorithm.name} moves tokens: it knows no grammars, penalties and alternatives",
             )
         return functools.partial(
             BlockCursor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,25 @@ def random_params(rng: random.Random) -> SamplingParams:
     algorithm = rng.choice(algorithm_names())
     given = random_diffusion(algorithm, np.random.default_rng(rng.randrange(1 << 40)))
     temperature = rng.choice([0.0, 0.0, 0.5, 1.0])
-    most = rng.choice([1, 2, 5, 8, 20, 40])
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=rng.choice([0, 3]),
+        top_p=rng.choice([1.0, 0.9]),
+        seed=rng.randrange(1 << 40),
+        max_tokens=rng.choice([1, 2, 5, 8, 20, 40]),
+        stop=rng.choice([(), (), ("a",), ("ab", "zz"), ("üb", "cd", "x")]),
+        stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
+        ignore_eos=rng.random() < 0.3,
+        include_stop=rng.random() < 0.2,
+        logprobs=rng.choice([None, 0]),
+        diffusion=DiffusionParams(algorithm=algorithm, draft=rng.random() < 0.3, **given),
+    )
+    return params if algorithm_class(algorithm).moves else _adjusting(params)
+
+
+def _adjusting(params: SamplingParams) -> SamplingParams:
+    """The same, or with parameters that change logits."""
+    rng = random.Random(params.seed)
     adjusting: dict[str, Any] = {
         "repetition_penalty": rng.choice([1.5, 0.7]),
         "presence_penalty": rng.choice([1.5, -0.5]),
@@ -100,30 +118,9 @@ def random_params(rng: random.Random) -> SamplingParams:
         "top_n_sigma": 1.3,
         "logprobs": rng.choice([1, 3]),
     }
-    if rng.random() < 0.6 or algorithm_class(algorithm).moves:
-        adjusting = {}
-    given |= {name: adjusting[name] for name in adjusting if rng.random() < 0.4}
-    return _params(rng, algorithm, temperature, most, given)
-
-
-def _params(
-    rng: random.Random, algorithm: str, temperature: float, most: int, given: dict[str, Any]
-) -> SamplingParams:
-    own = {name: given.pop(name) for name in tuple(given) if name in SamplingParams.__dataclass_fields__}
-    own.setdefault("logprobs", rng.choice([None, 0]))
-    return SamplingParams(
-        temperature=temperature,
-        top_k=rng.choice([0, 3]),
-        top_p=rng.choice([1.0, 0.9]),
-        seed=rng.randrange(1 << 40),
-        max_tokens=most,
-        stop=rng.choice([(), (), ("a",), ("ab", "zz"), ("üb", "cd", "x")]),
-        stop_token_ids=rng.choice([(), (), (3, 4, 5)]),
-        ignore_eos=rng.random() < 0.3,
-        include_stop=rng.random() < 0.2,
-        **own,
-        diffusion=DiffusionParams(algorithm=algorithm, draft=rng.random() < 0.3, **given),
-    )
+    if rng.random() < 0.6:
+        return params
+    return replace(params, **{name: value for name, value in adjusting.items() if rng.random() < 0.4})
 
 
 @dataclass
