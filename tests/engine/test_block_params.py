@@ -246,6 +246,22 @@ async def test_bad_words_are_in_no_output_whatever_the_way(expected: list[tuple[
         before = ids
 
 
+async def test_filters_look_at_what_bad_words_leave() -> None:
+    """Also where they would leave the bad word alone; logprobs are those of the model."""
+    params = params_of("neighbour", "factor", temperature=1.0, top_n_sigma=0.01, ignore_eos=True)
+    device = make_device(EngineConfig(page_size=SIZE))
+    (plain,) = decode(device, device.script, [([9] * SIZE, params)], LONGEST)
+    async with make_engine() as engine:
+        bad = params.changed(bad_words=((plain.ids[0],), tuple(plain.ids[3:5])))
+        found = await engine.generate([9] * SIZE, bad)
+        alone = await engine.generate([9] * SIZE, params.changed(top_n_sigma=0.0, bad_words=((63,),)))
+        free = await engine.generate([9] * SIZE, params.changed(top_n_sigma=0.0))
+    assert len(found.token_ids) == 21
+    assert plain.ids[0] not in found.token_ids
+    # A word that is never likely changes nothing.
+    assert (alone.token_ids, alone.logprobs, alone.step_map) == (free.token_ids, free.logprobs, free.step_map)
+
+
 async def test_a_fork_leaves_tokens_ahead_that_its_own_parameters_exclude() -> None:
     """Those of a block that is not done, which were written under the parameters of its parent."""
     prompt, parent = [9] * SIZE, params_of("logprobs", "static_steps", max_tokens=SIZE, ignore_eos=True)
