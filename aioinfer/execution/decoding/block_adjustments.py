@@ -12,7 +12,7 @@ tokens at the start of the round, but not the position's own: tokens of one roun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from aioinfer.sampling.logits_processors import add_biases_, apply_masks_, ban_
 from aioinfer.sampling.penalties import IN_PROMPT, penalise_counted
 from aioinfer.scheduling.step import NewRequestData
 
-__all__ = ["Adjusting", "Adjustments"]
+__all__ = ["Adjusting", "Adjustments", "filtered"]
 
 _NEVER = float("-inf")
 
@@ -174,25 +174,7 @@ class Adjusting:
             if row.filters and live[at]:
                 if at in self._searching:
                     self._unfiltered[at] = logits[at].clone()
-                logits[at] = self.filtered(logits[at], [at] * len(logits[at]))
-
-    def filtered(self, lines: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits [N, V] of positions of these rows, without what further filters remove."""
-        found: dict[str, dict[int, float]] = {}
-        for line, at in enumerate(rows):
-            for name, value in self._rows[at].filters.items():
-                found.setdefault(name, {})[line] = value
-        if not found:
-            return lines
-        own = [
-            FilterRows(
-                name,
-                torch.tensor(list(values), device=lines.device),
-                torch.tensor(list(values.values()), dtype=torch.float32, device=lines.device),
-            )
-            for name, values in sorted(found.items())
-        ]
-        return apply_further(lines, own)
+                logits[at] = filtered(logits[at], [row.filters] * len(logits[at]))
 
     def unfilter_(self, logits: torch.Tensor) -> None:
         """Restore what further filters removed in rows that search."""
@@ -245,6 +227,25 @@ class Adjusting:
         for (row, place), found in zip(places, _pairs(top.indices, values), strict=True):
             mine = self._rows[row]
             mine.tops[place] = found[: mine.params.logprobs or 0]
+
+
+def filtered(lines: torch.Tensor, filters: Sequence[Mapping[str, float]]) -> torch.Tensor:
+    """Logits [N, V] without what further filters remove; ``filters``: of each line, by name."""
+    found: dict[str, dict[int, float]] = {}
+    for line, each in enumerate(filters):
+        for name, value in each.items():
+            found.setdefault(name, {})[line] = value
+    if not found:
+        return lines
+    own = [
+        FilterRows(
+            name,
+            torch.tensor(list(values), device=lines.device),
+            torch.tensor(list(values.values()), dtype=torch.float32, device=lines.device),
+        )
+        for name, values in sorted(found.items())
+    ]
+    return apply_further(lines, own)
 
 
 def _pairs(ids: torch.Tensor, values: torch.Tensor) -> Iterator[tuple[tuple[int, float], ...]]:

@@ -17,7 +17,7 @@ from aioinfer.diffusion.guide import steered
 from aioinfer.diffusion.paths import Answer, BlockRow, Path, PathSearch, Question, Search, Walk
 from aioinfer.diffusion.proposal import Asked, Proposal, propose
 from aioinfer.execution.decoding.base import Guided
-from aioinfer.execution.decoding.block_adjustments import Adjusting, Adjustments
+from aioinfer.execution.decoding.block_adjustments import Adjusting, Adjustments, filtered
 from aioinfer.sampling.logits_processors import apply_masks_
 from aioinfer.scheduling.step import NewRequestData
 from aioinfer.text.grammar import GrammarBackend
@@ -138,7 +138,7 @@ class RowsGuide:
         apply_masks_(
             lines, torch.arange(len(lines), device=lines.device), torch.from_numpy(masks).to(lines.device)
         )
-        lines = self._adjusting.filtered(lines, [at for at, _ in questions])
+        lines = filtered(lines, [self._rows[at].adjustments.filters for at, _ in questions])
         lowered = asked.lowered
         one = replace(
             asked,
