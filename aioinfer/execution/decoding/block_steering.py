@@ -18,6 +18,7 @@ from aioinfer.diffusion.paths import Answer, BlockRow, Path, PathSearch, Questio
 from aioinfer.diffusion.proposal import Asked, Proposal, propose
 from aioinfer.execution.decoding.base import Guided
 from aioinfer.execution.decoding.block_adjustments import Adjusting, Adjustments, filtered
+from aioinfer.params import SamplingParams
 from aioinfer.sampling.logits_processors import apply_masks_
 from aioinfer.scheduling.step import NewRequestData
 from aioinfer.text.grammar import GrammarBackend
@@ -31,6 +32,9 @@ class BlockSteering:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._rows: dict[int, _SteeredRow] = {}
+        nobody = NewRequestData(SamplingParams(), 0, frozenset(), (), ())
+        #: of a slot whose request has not come, because the step that brings it has failed
+        self._vacant = _SteeredRow(Adjustments(nobody, block_size), None)
 
     def admit(self, slot: int, data: NewRequestData) -> None:
         """A request takes the slot."""
@@ -46,7 +50,7 @@ class BlockSteering:
 
     def guide(self, slots: Sequence[int]) -> RowsGuide:
         """The guide of rows of these slots in one round."""
-        return RowsGuide([self._rows[slot] for slot in slots])
+        return RowsGuide([self._rows.get(slot, self._vacant) for slot in slots])
 
 
 @dataclass(slots=True)
