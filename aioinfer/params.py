@@ -121,6 +121,9 @@ class SamplingParams:
             speed: what agrees with it is generated several tokens at a time. What exceeds the context is cut.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
+        template: of a diffusion model, the token ids that the output has at its first positions, None where
+            the model writes: a hole. They are known from the first forward on. With as many ``max_tokens``
+            nothing is written behind them; with fewer, those behind the end are in view and no output.
         stop_format: names of the formats of calls and of reasoning, in which ``stop`` and ``stop_regex`` are
             not looked for, and what stands for the end of the prompt, also for ``thinking_budget``, each may
             be None; then the names of the functions. Chats set it.
@@ -157,6 +160,7 @@ class SamplingParams:
     thinking_end: str = ""
     speculate: bool = True
     prediction: str | Sequence[int] | None = None
+    template: Sequence[int | None] | None = None
     stop_format: Sequence[str | None] | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +193,8 @@ class SamplingParams:
             raise InvalidRequest("diffusion", f"must be DiffusionParams, got {type(self.diffusion).__name__}")
         if self.prediction is not None:
             object.__setattr__(self, "prediction", _prediction(self.prediction))
+        if self.template is not None:
+            object.__setattr__(self, "template", _template(self.template))
         for name in ("stop", "stop_regex"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         _check_patterns(self.stop_regex)
@@ -446,6 +452,14 @@ def _prediction(given: Any) -> str | tuple[int, ...] | None:
     if refused:
         raise InvalidRequest("prediction", f"must be text or a list of token ids, got {shown(given)}")
     return _token_ids("prediction", ids, _LONGEST_PREDICTION) or None
+
+
+def _template(given: Any) -> tuple[int | None, ...]:
+    found = entries("template", given, _LONGEST_PREDICTION, "token ids and None")
+    _token_ids("template", [token for token in found if token is not None], _LONGEST_PREDICTION)
+    if None not in found:
+        raise InvalidRequest("template", "has no hole: None stands for a token that the model writes")
+    return found
 
 
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.diffusion.block import Block, Rows
+from aioinfer.diffusion.pins import Pins
 from aioinfer.diffusion.state import BlockState
 
 __all__ = ["BlockRecords", "WordRows"]
@@ -123,7 +124,9 @@ class BlockRecords:
         #: [words] int64: a block at position 0 without any known token
         self.blank = self.encode(BlockState.unknown(0, [], size, mask_id), 0)
 
-    def encode(self, state: BlockState, prompt_length: int) -> npt.NDArray[np.int64]:
+    def encode(
+        self, state: BlockState, prompt_length: int, pins: Pins | None = None
+    ) -> npt.NDArray[np.int64]:
         """The record, [words] int64, of a block whose positions before ``prompt_length`` are of the
         prompt."""
         record = np.zeros((1, self.words), np.int64)
@@ -134,6 +137,8 @@ class BlockRecords:
         columns["counters"][0, : len(state.private)] = state.private
         columns["path"][0] = state.path or -1
         columns["editable"][0, max(0, prompt_length - state.start) :] = True
+        if pins is not None:
+            columns["editable"][0] &= pins.writable(state.start, self.size)
         whole: npt.NDArray[np.int64] = record[0]
         return whole
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer.config import EngineConfig
@@ -73,6 +74,8 @@ class Checks:
             if params.grammar is not None and getattr(params, field):
                 raise InvalidRequest(field, "cannot be combined with a grammar, which says when to end")
         self._generation.check(params)
+        if params.template is not None:
+            self._check_template(params, params.template, least_tokens)
         if params.structure is not None:
             self._check_size(params.structure)
         mask, allowed = self._info.mask_token_id, params.allowed_token_ids
@@ -106,11 +109,37 @@ class Checks:
             )
         if prompt_tokens + (params.max_tokens != 0) > longest:
             raise too_long(self._info, f"the prompt has {prompt_tokens} tokens")
+        if params.template is not None:
+            self._check_template_length(params.template, prompt_tokens)
         if prompt_tokens + params.min_tokens > longest:
             raise InvalidRequest(
                 "min_tokens",
                 f"{params.min_tokens} behind {prompt_tokens} tokens exceed this model's maximum context "
                 f"length of {longest} tokens",
+                code="context_length_exceeded",
+            )
+
+    def _check_template(self, params: SamplingParams, template: Sequence[int | None], prompt: int) -> None:
+        """Raise InvalidRequest for a template of token ids that cannot be filled behind so many tokens."""
+        ids = [token for token in template if token is not None]
+        check_range("template", ids, self._info.vocab_size)
+        if self._info.mask_token_id in ids:
+            message = f"has the mask's token {self._info.mask_token_id}: None stands for a hole"
+            raise InvalidRequest("template", message)
+        if ends := self.stop_ids(params).intersection(ids):
+            raise InvalidRequest("template", f"has token {min(ends)}, which ends the output")
+        for field in ("grammar", "bad_words", "stop", "stop_regex"):
+            if getattr(params, field):
+                raise InvalidRequest(field, "cannot be combined with a template of token ids")
+        self._check_template_length(template, prompt)
+
+    def _check_template_length(self, template: Sequence[int | None], prompt: int) -> None:
+        longest = self._info.max_model_len
+        if prompt + len(template) > longest:
+            raise InvalidRequest(
+                "template",
+                f"has {len(template)} tokens, which behind {prompt} of the prompt exceed this model's maximum "
+                f"context length of {longest} tokens",
                 code="context_length_exceeded",
             )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.guide import steered
+from aioinfer.diffusion.pins import Pins
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.block_batch import BlockBatch
@@ -65,6 +66,10 @@ class TokenGeneration:
     def check(self, params: SamplingParams) -> None:
         if params.diffusion is not None:
             raise InvalidRequest("diffusion", "the model is not a diffusion model")
+        if params.template is not None:
+            raise InvalidRequest(
+                "template", "an autoregressive model fills templates of text, and not of token ids"
+            )
 
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         return None
@@ -116,6 +121,7 @@ class BlockGeneration:
             block_size=self._block_size,
             monotone=algorithm.monotone,
             drafts=diffusion.draft,
+            pins=functools.partial(Pins.of, params),
         )
 
     def batch(

@@ -272,6 +272,8 @@ class BlockBatch:
                 queues.finish(sequence, reason)
                 break
         output.block = cursor.under_way
+        if cursor.requeues and not (cursor.flights or sequence.finished):
+            queues.rewind(sequence, cursor.committed)
         return len(output.token_ids) > before or cursor.drafts
 
     def timed(self, step: Step, seconds: float) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioinfer.scheduling.cursor import Cursor
 
 if TYPE_CHECKING:
+    from aioinfer.diffusion.pins import Pins
     from aioinfer.diffusion.state import BlockState
 
 __all__ = ["BlockCursor", "RowInFlight"]
@@ -38,10 +39,14 @@ class BlockCursor(Cursor):
     All tokens before ``block_start`` are final. The block there is denoised: its rounds are rows, at most two
     of which are in flight, and ``block`` is what the newest resolved one left of it. Where tokens that are
     written stay, the output reaches into the block as far as it is known without a gap.
+
+    A block with pins (:mod:`aioinfer.diffusion.pins`) is one that the device cannot begin by itself: the
+    request goes there by way of the queue, with the block that is done as known tokens of its next row.
     """
 
     __slots__ = (
         "_pace",
+        "_pins",
         "_step_map",
         "block",
         "block_size",
@@ -62,13 +67,15 @@ class BlockCursor(Cursor):
         block_size: int,
         monotone: bool,
         drafts: bool = False,
+        pins: Callable[[int], Pins | None] = lambda _: None,
     ) -> None:
         """``monotone``: a token that is written stays. ``drafts``: the caller wants to see what may
-        change."""
+        change. ``pins``: those of an output behind a prompt of this length."""
         super().__init__(prompt_length, output_ids, max_length)
         self.block_size = block_size
         self.monotone = monotone
         self.drafts = drafts
+        self._pins = pins(prompt_length)
         #: of the block that the newest resolved round was for; None before its first, and where rounds do not
         #: continue it
         self.block: BlockState | None = None
@@ -179,6 +186,8 @@ class BlockCursor(Cursor):
         """
         size, start = self.block_size, self.block_start
         done = self.block is not None and self.block.done
+        if self.requeues:
+            return None  # when what is in flight has landed: it commits the block
         if done and hold:
             return start - size, 1
         if not self.flights:
@@ -192,17 +201,15 @@ class BlockCursor(Cursor):
         # its commit if the block is done by then; or it has a second block, which is then not void.
         if not self._ends_soon(start, pace):
             return start, 1
-        if start + size >= self._max_length:
-            return None  # probably nothing more has to be computed
+        if start + size >= self._max_length or self._shaped(start + size):
+            return None  # probably nothing more has to be computed, or not by the device alone
         return (start, 2) if fused else (start, 1)
 
     def _ends_soon(self, start: int, pace: float) -> bool:
         """The round in flight probably leaves the block at ``start`` done."""
         block = self.block
-        if block is not None and block.start == start and not block.done:
-            masked = self.block_size - sum(block.known)
-        else:
-            masked = self.block_size - self._given(start)
+        begun = block is not None and block.start == start and not block.done
+        masked = self._masked(start, block if begun else None)
         if not self.monotone:
             return masked == 0  # a round that changes nothing comes last
         return masked <= _BOLDNESS * (pace if self._pace is None else self._pace)
@@ -215,20 +222,33 @@ class BlockCursor(Cursor):
         self._committed = max(self._committed, state.start)
         if state.done and not state.changed:
             self._committed = state.start + self.block_size
-        written = None
-        if before is None or not before.done:
-            known = self._given(state.start) if before is None else sum(before.known)
-            written = sum(state.known) - known
+        written, masked = None, self._masked(state.start, before)
+        if not (masked == 0 if before is None else before.done):
+            written = masked - self._masked(state.start, state)
             self._pace = written if self._pace is None else self._pace + _NEWEST * (written - self._pace)
         self.block = state
         return written
 
-    def _given(self, start: int) -> int:
-        return min(self.block_size, max(0, self._prompt_length - start))
+    def _masked(self, start: int, block: BlockState | None) -> int:
+        """Positions of the block at ``start`` that are to be written; ``block``: its newest state."""
+        if self._pins is None:
+            given = min(self.block_size, max(0, self._prompt_length - start))
+            return self.block_size - (given if block is None else sum(block.known))
+        writable = self._pins.writable(start, self.block_size)
+        return sum(writable) if block is None else sum(writable) - sum(map(int.__and__, writable, block.known))
+
+    def _shaped(self, start: int) -> bool:
+        """The block at ``start`` has pins, or an end."""
+        return self._pins is not None and self._pins.shapes(start, self.block_size)
+
+    @property
+    def requeues(self) -> bool:
+        """The block is done, and only the host knows how the next one begins."""
+        return self.block is not None and self.block.done and self._shaped(self.block.start + self.block_size)
 
     def take_known(self) -> Iterator[tuple[int, float, tuple[tuple[int, float], ...]]]:
-        """The block's final tokens that are no output yet, with their logprobs and alternatives. The caller
-        appends each to the output before it takes the next, and may stop."""
+        """The block's final tokens that are no output yet, with their logprobs and alternatives, and the pins
+        that follow. The caller appends each to the output before it takes the next, and may stop."""
         block = self.block
         assert block is not None
         for at in range(self.known - block.start, self.block_size):
@@ -236,6 +256,9 @@ class BlockCursor(Cursor):
                 return
             self._step_map.append(block.written_in[at])
             yield block.ids[at], block.logprobs[at], block.tops[at] if block.tops else ()
+        while self._pins is not None and (pin := self._pins.at(self.known)) is not None:
+            self._step_map.append(-1)
+            yield pin, 0.0, ()
 
     def draft(self, stop_ids: Collection[int]) -> tuple[list[int | None], list[int | None], int] | None:
         """Tokens of the block beyond the output and the rounds that wrote them, None for unknown ones, and

@@ -13,6 +13,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.guide import steered
+from aioinfer.diffusion.pins import Pins
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names, usable_algorithms
@@ -99,8 +100,11 @@ class BlockPacker:
             # A block that begins again has output in it.
             given = [*prompt[start:], *data.output_ids[max(0, start - len(prompt)) :]]
             state = BlockState.unknown(start, given, size, self.unknown_id)
+        pins = Pins.of(data.params, len(prompt))
+        if pins is not None:
+            state = pins.put(state)
         self._reached[slot] = state.start
-        return self._records.encode(state, len(prompt))
+        return self._records.encode(state, len(prompt), pins)
 
     def graph_need(self, step: Step) -> GraphShape | None:
         """Steps of nothing but blocks are captured."""

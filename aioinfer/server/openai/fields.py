@@ -59,7 +59,9 @@ MAX_CHOICES = 128
 #: values of ``verbosity``, which no chat template reads; clients send it with some models' names
 VERBOSITIES = ("low", "medium", "high")
 #: fields of bodies that are fields of SamplingParams
-PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "grammar", "diffusion", "stop_format"}
+PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {
+    *("logprobs", "grammar", "diffusion", "stop_format", "template")
+}
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 Model = Annotated[Any, later(str)]

@@ -1,0 +1,67 @@
+"""Templates of token ids on diffusion models: pinned tokens, and holes that are filled between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.engine import Engine
+from aioinfer.outputs import Result
+from tests.engine.block_parity import WAYS, Asked, answers, logprobs
+from tests.engine.block_worlds import Plain
+from tests.engine.pinned import fill, pinned_requests
+from tests.engine.test_block_parity import SIZE, VOCAB, make_device, make_engine
+from tests.tiers import SECONDS, rest, thinned
+
+Expected = list[tuple[Asked, Plain]]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Expected]:
+    """By algorithm, requests with templates and what the algorithm alone makes of them."""
+    device, found = make_device(EngineConfig(page_size=SIZE)), {}
+    for algorithm in algorithm_names():
+        asked = pinned_requests(algorithm, SIZE, VOCAB)
+        asked += pinned_requests(algorithm, SIZE, VOCAB, temperature=0.9, seed=7)[::5]
+        found[algorithm] = [(each, fill(device, *each)) for each in asked]
+    return found
+
+
+async def check(engine: Engine, expected: Expected) -> None:
+    for result, (asked, plain) in zip(
+        await answers(engine, [asked for asked, _ in expected]), expected, strict=True
+    ):
+        same(result, asked, plain)
+
+
+def same(result: Result, asked: Asked, plain: Plain) -> None:
+    template = asked[1].template
+    assert template is not None
+    for token, pin in zip(result.token_ids, template, strict=False):
+        assert pin is None or token == pin
+    assert result.token_ids == plain.ids, asked
+    assert result.step_map == plain.steps, asked
+    assert logprobs(result) == plain.logprobs, asked
+    assert result.finish_reason == ("stop" if asked[1].max_tokens == len(template) else "length")
+
+
+@pytest.mark.parametrize("way", thinned(WAYS, 3))
+def test_templates_are_filled_alike_in_every_way(way: str, expected: dict[str, Expected]) -> None:
+    async def run() -> None:
+        async with make_engine(max_running_requests=48, **WAYS[way]) as engine:
+            await check(engine, [each for some in expected.values() for each in some])
+
+    asyncio.run(run())
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("way", thinned(WAYS, 2))
+def test_one_template_at_a_time_is_filled_alike(way: str, expected: dict[str, Expected]) -> None:
+    async def run() -> None:
+        async with make_engine(max_running_requests=1, prefix_cache=False, **WAYS[way]) as engine:
+            await check(engine, [each for some in expected.values() for each in some[::3]])
+
+    asyncio.run(run())
