@@ -235,7 +235,9 @@ class BlockCursor(Cursor):
             given = min(self.block_size, max(0, self._prompt_length - start))
             return self.block_size - (given if block is None else sum(block.known))
         writable = self._pins.writable(start, self.block_size)
-        return sum(writable) if block is None else sum(writable) - sum(map(int.__and__, writable, block.known))
+        return (
+            sum(writable) if block is None else sum(writable) - sum(map(int.__and__, writable, block.known))
+        )
 
     def _shaped(self, start: int) -> bool:
         """The block at ``start`` has pins, or an end."""

@@ -31,7 +31,7 @@ class SchemaModel(Protocol):
 #: a JSON schema, as an object or as what has one
 Schema = Mapping[str, Any] | SchemaModel
 
-_Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "answer"]
+_Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "answer", "template"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ class Grammar:
 
     ``source`` is a JSON schema (``json_schema``), a regular expression for the whole output (``regex``), a
     JSON list of texts (``choice``), a grammar in llguidance's dialect of Lark or in GBNF (``lark``), a
-    grammar built by :class:`~aioinfer.text.tool_grammar.AnswerGrammar` (``answer``), or empty
-    (``json_object``: any JSON object). Syntax errors are found when it is compiled, on a worker thread.
+    grammar built by :class:`~aioinfer.text.tool_grammar.AnswerGrammar` (``answer``), a text with holes made
+    by :class:`~aioinfer.text.text_template.TextTemplate` (``template``), or empty (``json_object``: any JSON
+    object). Syntax errors are found when it is compiled, on a worker thread.
 
     A schema may also be given as a mapping, a boolean or a class with ``model_json_schema``, and choices as a
     list; they are converted to text, so that later changes have no effect.

@@ -19,6 +19,7 @@ from aioinfer.text.grammar import Compiled, Matcher
 from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_rewrites import rewritten
+from aioinfer.text.text_template import TextTemplate
 
 __all__ = ["GuidanceBackend", "json_options", "load_library"]
 
@@ -162,6 +163,9 @@ class GuidanceBackend:
                 # Builders write the rules, by recursion in Python: their depth has its limit.
                 bounds.check_lark(grammar.text, rules=False)
                 text = library.grammar_from_lark(grammar.text + _NO_FORCING * _forces_much(grammar.text))
+            case "template":
+                bounds.check_lark(lark := TextTemplate.read(grammar.text).lark())
+                text = library.grammar_from_lark(lark + _NO_FORCING * _forces_much(lark))
         return text
 
     def _of_schema(self, schema: Any, options: dict[str, str], bounds: GrammarBounds) -> str:
