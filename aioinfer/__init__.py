@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
     from aioinfer.client.chats import ChatStream
     from aioinfer.client.disconnects import until_disconnected
+    from aioinfer.client.filling import Filled, FillStream
     from aioinfer.client.mapping import ResultMap
     from aioinfer.client.rows import ChatRow
     from aioinfer.client.search import ScoredResult
@@ -78,6 +79,8 @@ _HOME = {
     "EngineFailed": "errors",
     "EngineState": "engine",
     "EngineStats": "observe.stats",
+    "FillStream": "client.filling",
+    "Filled": "client.filling",
     "Grammar": "params",
     "HeldPrefix": "client.sessions",
     "InvalidRequest": "errors",
@@ -131,6 +134,8 @@ __all__ = [
     "EngineFailed",
     "EngineState",
     "EngineStats",
+    "FillStream",
+    "Filled",
     "Grammar",
     "HeldPrefix",
     "InvalidRequest",

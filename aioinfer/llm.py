@@ -14,6 +14,7 @@ from typing import Any, Literal, Unpack, overload
 from aioinfer.chat.results import ChatResult
 from aioinfer.client.answering import Answering
 from aioinfer.client.bar import Bar
+from aioinfer.client.filling import Filled, Hole, Template
 from aioinfer.client.mapping import MapProgress, OnError, check_on_error
 from aioinfer.client.rows import ChatArguments, Chats, Params, ParamsOf, kept, rows_of, split_chat
 from aioinfer.embeddings.embedding import Embedding, EmbeddingArguments
@@ -166,6 +167,22 @@ class LLM(SteppedEngine):
         with kept(found), Bar(len(rows), progress) as shown:
             self._run(self._computed(partial(answer, shown)))
         return found
+
+    def fill(
+        self,
+        prompt: Prompt,
+        template: Template,
+        params: SamplingParams | None = None,
+        *,
+        holes: Mapping[str, Hole] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Filled:
+        """Fill in a template: as :meth:`aioinfer.Engine.fill`."""
+
+        async def filled() -> Filled:
+            return await self._engine.fill(prompt, template, params, holes=holes, **options)
+
+        return self._run(self._computed(filled))
 
     def stream(
         self,

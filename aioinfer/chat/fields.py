@@ -9,7 +9,10 @@ from pydantic import AfterValidator, Field
 from aioinfer.chat.bodies import CACHING, CLIENTS, NO, OFF, Items, Object, Refused, TextOr, field, later
 from aioinfer.errors import InvalidRequest
 
-__all__ = ["NAME", "ChosenTool", "Message", "ResponseFormat", "StructuredOutputs", "Tool", "ToolFunction"]
+__all__ = [
+    *("NAME", "ChosenTool", "Message", "ResponseFormat", "StructuredOutputs", "TextWithHoles", "Tool"),
+    "ToolFunction",
+]
 
 #: the pattern of a function's name
 NAME = "^[a-zA-Z0-9_-]{1,64}$"
@@ -145,6 +148,15 @@ class ResponseFormat(Object):
     schema_: _Schema = field("of type `json_object`: its JSON schema", alias="schema")
 
 
+class TextWithHoles(Object):
+    """A template whose holes are not all usual."""
+
+    text: str = field("text with holes, `{name}`", ...)
+    holes: dict[str, int | str | list[str]] = field(
+        "by name: a number of characters at most, a regular expression, or a list of texts", {}
+    )
+
+
 class StructuredOutputs(
     Object,
     harmless={"disable_fallback": "there is no fallback"},
@@ -162,6 +174,7 @@ class StructuredOutputs(
     regex: _Text = field("as `guided_regex`")
     choice: _Choices = field("as `guided_choice`")
     grammar: _Text = field("as `guided_grammar`")
+    template: Annotated[Any, later(str | TextWithHoles)] = field("a text with holes, `{name}`")
 
 
 class GrammarFields(

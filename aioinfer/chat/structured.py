@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from aioinfer.chat.bodies import Object, admit
-from aioinfer.chat.fields import ResponseFormat, StructuredOutputs
+from aioinfer.chat.fields import ResponseFormat, StructuredOutputs, TextWithHoles
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar
+from aioinfer.text.text_template import TextTemplate
 
 __all__ = ["format_grammar", "parse_grammar"]
 
@@ -55,8 +56,18 @@ def _grammars(body: Object, response_format: Any) -> Iterator[tuple[str, Grammar
         if value is not None:
             field = f"structured_outputs.{name.rstrip('_')}"
             yield field, _grammar(field, kind, value)
+    if nested.template is not None:
+        field = "structured_outputs.template"
+        yield field, _template(field, nested.template)
     if nested.json_object:
         yield "structured_outputs.json_object", Grammar("json_object")
+
+
+def _template(field: str, value: Any) -> Grammar:
+    if isinstance(value, str):
+        return TextTemplate.of(value, field=field).grammar
+    given = admit(TextWithHoles, value, field)
+    return TextTemplate.of(given.text, given.holes, field).grammar
 
 
 def format_grammar(value: Any) -> Grammar | None:

@@ -13,6 +13,7 @@ from aioinfer.chat.asking import ChatRequest, chat_request
 from aioinfer.chat.functions import Tool
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.chats import ChatStream
+from aioinfer.client.filling import Filling, FillStream, Hole, Template
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
@@ -235,6 +236,34 @@ class Requests(ABC):
         serving = self._serving()
         serving.checks.check(params, pooling)
         serving.checks.check_length(params, len(await serving.encode(prompt)), pooling)
+
+    def fill(
+        self,
+        prompt: Prompt,
+        template: Template,
+        params: SamplingParams | None = None,
+        *,
+        holes: Mapping[str, Hole] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> FillStream:
+        """Queue a request that fills in a template, and return its :class:`~aioinfer.FillStream` at once.
+
+        Args:
+            template: a text with named holes, ``"{name} lives in {city}."``, of any model (``{{`` and ``}}``
+                are braces; needs the extra ``aioinfer[structured]``); or, of a diffusion model, token ids
+                with None for each token of a hole. A hole of a text is not empty, has no line break, and ends
+                where the text behind it begins.
+            params: without what would constrain or end the output otherwise.
+            holes: of a text, by name, what a hole may be: a number of characters at most (80, if nothing is
+                said), a regular expression for it, or a list of texts of which it is one.
+            options: those of :meth:`generate`.
+
+        Raises as :meth:`generate`, for the template by the field ``template`` or ``holes``.
+        """
+        filling = Filling.of(template, inherited(params, self.default_params), holes)
+        source = self.prompt(prompt, chat_template_kwargs=chat_template_kwargs)
+        return filling.open(lambda params: self.generate(source, params, **options))
 
     def abort(self, request_id: str) -> int:
         """End the open requests with this name (``Stream.request_id``) and return their number; their streams

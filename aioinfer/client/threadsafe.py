@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, 
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.client.chats import ChatStream
+from aioinfer.client.filling import Filled, Filling, FillStream, Hole, Template
 from aioinfer.embeddings.embedding import Embedding, input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.forks import this_process
@@ -41,7 +42,7 @@ __all__ = ["RemoteStream", "ThreadsafeEngine"]
 
 _T = TypeVar("_T")
 _Item = TypeVar("_Item", Chunk, ChatDelta)
-_Final = TypeVar("_Final", Result, ChatResult)
+_Final = TypeVar("_Final", Result, ChatResult, Filled)
 
 
 class ThreadsafeEngine:
@@ -114,6 +115,25 @@ class ThreadsafeEngine:
 
         async def make() -> ChatStream:
             return self._engine.open_chat(asked, source, **options)
+
+        return RemoteStream(self, self._send(make))
+
+    def fill(
+        self,
+        prompt: Prompt,
+        template: Template,
+        params: SamplingParams | None = None,
+        *,
+        holes: Mapping[str, Hole] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RemoteStream[Chunk, Filled]:
+        """As :meth:`aioinfer.Engine.fill`, with the errors of :meth:`generate`."""
+        filling = Filling.of(template, inherited(params, self._defaults), holes)
+        source = self.serving.source(prompt, chat_template_kwargs)
+
+        async def make() -> FillStream:
+            return filling.open(lambda params: self._engine.generate(source, params, **options))
 
         return RemoteStream(self, self._send(make))
 

@@ -138,8 +138,7 @@ class Checks:
         if prompt + len(template) > longest:
             raise InvalidRequest(
                 "template",
-                f"has {len(template)} tokens, which behind {prompt} of the prompt exceed this model's maximum "
-                f"context length of {longest} tokens",
+                f"{len(template)} tokens behind {prompt} exceed this model's context of {longest} tokens",
                 code="context_length_exceeded",
             )
 

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.client.engine_like import EngineLike
+from aioinfer.client.infilling import infilled
 from aioinfer.config import ServerConfig
 from aioinfer.errors import Rejected, RequestError
 from aioinfer.loop.options import PromptSource
@@ -186,17 +187,23 @@ class Generation:
     ) -> Sequence[PromptSource]:
         """Queue all choices of a call; returns its prompts."""
         # Each prompt is tokenized once for its n choices.
-        prompts = self._prompts(call)
+        asked = [(prompt, call.params) for prompt in self._prompts(call)]
+        if call.suffix:
+            asked = [await infilled(self._engine, prompt, call.suffix, params) for prompt, params in asked]
         pace = Pace()
-        for index, (_, params) in enumerate(call.choices()):
+        for index in range(len(asked) * call.n):
             # A request of many choices gets its turns among other requests, not before them.
-            prompt = prompts[index // call.n]
+            prompt, params = asked[index // call.n]
             stream = self._engine.generate(
-                prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
+                prompt,
+                params.for_choice(index % call.n),
+                queue_behind=index,
+                request_id=record.id,
+                **call.scheduling,
             )
             streams.append(await stack.enter_async_context(stream))
             await pace()
-        return prompts
+        return [prompt for prompt, _ in asked]
 
     def _prompts(self, call: Call) -> list[PromptSource]:
         kwargs = call.chat_template_kwargs

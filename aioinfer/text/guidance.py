@@ -19,7 +19,7 @@ from aioinfer.text.grammar import Compiled, Matcher
 from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_rewrites import rewritten
-from aioinfer.text.text_template import TextTemplate
+from aioinfer.text.text_template import TextTemplate, lark_regex, lark_text
 
 __all__ = ["GuidanceBackend", "json_options", "load_library"]
 
@@ -53,7 +53,6 @@ _TEXT = re.compile(r'(?:[^"\\]++|\\.)++', re.DOTALL)
 _GROWTH = 1 << 27
 #: before the reason for which a schema within a grammar is refused
 _PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
-_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
 def load_library() -> Any:
@@ -147,14 +146,13 @@ class GuidanceBackend:
                 bounds.check_patterns([grammar.text])
                 text = library.grammar_from_regex(grammar.text)
                 if written_out(grammar.text) > _LONG:
-                    regex = _SLASH.sub(lambda found: found[1] or r"\/", grammar.text)
-                    text = library.grammar_from_lark(f"start: /{regex}/{_NO_FORCING}")
+                    text = library.grammar_from_lark(f"start: {lark_regex(grammar.text)}{_NO_FORCING}")
             case "choice":
                 choices = json.loads(grammar.text)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
                     raise ValueError("must be a non-empty list of non-empty texts")
                 # One terminal: as many as there are choices would take the square of their number.
-                lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_lark_literal, choices))
+                lark = "start: CHOICE\nCHOICE: " + " | ".join(map(lark_text, choices))
                 text = library.grammar_from_lark(lark + _NO_FORCING * _forces_much(lark))
             case "lark":
                 bounds.check_lark(lark := _lark(grammar.text))
@@ -266,10 +264,6 @@ def _forces_much(text: str) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _lark_literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _reason(message: str) -> str:

@@ -16,7 +16,7 @@ from aioinfer.errors import InvalidRequest, shown
 from aioinfer.inputs import plain
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["Hole", "TextTemplate"]
+__all__ = ["Hole", "TextTemplate", "lark_regex", "lark_text"]
 
 #: what a hole may be: one line of so many characters, a regular expression, or one of some texts
 Hole: TypeAlias = "int | str | Sequence[str]"
@@ -24,7 +24,7 @@ Hole: TypeAlias = "int | str | Sequence[str]"
 _USUAL, _LONGEST = 80, 4096
 _MOST_HOLES = 256
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
+_SLASH, _ESCAPED = re.compile(r"(\\.)|/", re.DOTALL), r"\/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,8 @@ class TextTemplate:
                 texts.append("")
         texts[-1] += text[at:]
         if not 1 <= len(names) <= _MOST_HOLES:
-            raise InvalidRequest(
-                field, f"must have 1 to {_MOST_HOLES} holes, as '{{name}}', got {len(names)}"
-            )
+            most = f"1 to {_MOST_HOLES} holes, as {{name}}"
+            raise InvalidRequest(field, f"must have {most}, got {len(names)}")
         own = "holes" if field == "template" else f"{field}.holes"
         return cls(tuple(texts), _holes(own, {} if holes is None else holes, names))
 
@@ -91,11 +90,11 @@ class TextTemplate:
         """In llguidance's dialect. A rule that is lazy ends with its first match."""
         rules, order = [], list[str]()
         if self.texts[0]:
-            order.append(_quoted(self.texts[0]))
+            order.append(lark_text(self.texts[0]))
         for at, (hole, behind) in enumerate(zip(self.holes.values(), self.texts[1:], strict=True)):
             order.append(f"h{at}")
             rules.append(f"H{at}: {_terminal(hole)}")
-            rules.append(f"h{at}[lazy]: H{at} {_quoted(behind)}" if behind else f"h{at}: H{at}")
+            rules.append(f"h{at}[lazy]: H{at} {lark_text(behind)}" if behind else f"h{at}: H{at}")
         return "\n".join([f"start: {' '.join(order)}", *rules])
 
     def split(self, text: str) -> dict[str, str]:
@@ -136,10 +135,8 @@ def _hole(field: str, given: Any) -> int | str | tuple[str, ...]:
         return given
     choices = tuple(map(plain, given)) if isinstance(given, (list, tuple)) else ()
     if not choices or not all(type(each) is str and each for each in choices):
-        raise InvalidRequest(
-            field,
-            f"must be a number of characters, a regular expression or a list of texts, got {shown(given)}",
-        )
+        kinds = "a number of characters, a regular expression or a list of texts"
+        raise InvalidRequest(field, f"must be {kinds}, got {shown(given)}")
     return choices
 
 
@@ -147,9 +144,8 @@ def _terminal(hole: int | str | tuple[str, ...]) -> str:
     if isinstance(hole, int):
         return rf"/[^\n]{{1,{hole}}}/"
     if isinstance(hole, tuple):
-        return " | ".join(map(_quoted, hole))
-    pattern = _SLASH.sub(lambda found: found[1] or r"\/", hole)
-    return f"/{pattern}/ & /(?s:.+)/"
+        return " | ".join(map(lark_text, hole))
+    return f"{lark_regex(hole)} & /(?s:.+)/"
 
 
 def _fits(hole: int | str | tuple[str, ...], text: str) -> bool:
@@ -163,5 +159,11 @@ def _fits(hole: int | str | tuple[str, ...], text: str) -> bool:
         return True  # a pattern that only the grammar's library reads
 
 
-def _quoted(text: str) -> str:
+def lark_text(text: str) -> str:
+    """A text in a rule of Lark."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def lark_regex(pattern: str) -> str:
+    """A regular expression in a rule of Lark."""
+    return f"/{_SLASH.sub(lambda found: found[1] or _ESCAPED, pattern)}/"

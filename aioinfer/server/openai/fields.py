@@ -376,7 +376,6 @@ _REFUSED = {
     "id_slot": Refused((-1,)),
     "return_full_text": Refused((False,), "use echo"),
     "format": Refused((), "use response_format"),
-    "suffix": Refused(("",)),
 }
 
 
@@ -454,6 +453,7 @@ class ChatBody(
         "prompt": Refused((), "is for /v1/completions"),
         "best_of": _ONE,
         "echo": OFF,
+        "suffix": Refused(("",), "is for /v1/completions"),
         "chat_template": NO,
         "mm_processor_kwargs": _EMPTY,
         "stream_reasoning": Refused((True,)),
@@ -495,4 +495,5 @@ class CompletionBody(
     prompt: Annotated[Any, prompts(MAX_CHOICES)] = field("text, token ids, or a list of either", ...)
     logprobs: _TopLogprobs | None = field("logprobs of the tokens with this number of likely alternatives")
     echo: bool = field("the answer begins with the prompt", False)
+    suffix: str = field("what follows the answer, which is written between: see diffusion and serving", "")
     best_of: _Choices | None = field("must equal `n`")

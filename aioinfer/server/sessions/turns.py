@@ -26,6 +26,7 @@ _NOT_IN_TURNS: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "use_beam_search": (False,),
     "echo": (False,),
+    "suffix": ("",),
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
     "add_special_tokens": (None,),
