@@ -28,6 +28,8 @@ class Filled:
     """A template that was filled in."""
 
     result: Result
+    #: "stop" where the template is complete
+    finish_reason: FinishReason
     #: of a text, what each hole has, by its name; of token ids, the ids of each run of None. An output that
     #: ended early has those that it has come to
     holes: dict[str, str] | list[list[int]]
@@ -41,11 +43,6 @@ class Filled:
     def token_ids(self) -> list[int]:
         """The token ids, those of the template included."""
         return self.result.token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        """It is "stop" where the template is complete."""
-        return self.result.finish_reason
 
     @property
     def usage(self) -> Usage:
@@ -92,7 +89,7 @@ class Filling:
     def filled(self, result: Result) -> Filled:
         """The result of the request, with its holes."""
         if isinstance(self.template, TextTemplate):
-            return Filled(result, self.template.split(result.text))
+            return Filled(result, result.finish_reason, self.template.split(result.text))
         found: list[list[int]] = []
         before: int | None = 0
         for pin, token in zip(self.template, result.token_ids, strict=False):
@@ -100,7 +97,8 @@ class Filling:
                 found += [[]] if before is not None else []
                 found[-1].append(token)
             before = pin
-        return Filled(result, found)
+        whole = len(result.token_ids) == len(self.template)
+        return Filled(result, "stop" if whole else result.finish_reason, found)
 
 
 class FillStream(Awaited[Filled]):

@@ -15,7 +15,13 @@ from typing import Self
 from aioinfer.diffusion.state import BlockState
 from aioinfer.params import SamplingParams
 
-__all__ = ["Pins"]
+__all__ = ["Pins", "clash"]
+
+
+def clash(template: Sequence[int | None] | None, output_ids: Sequence[int]) -> int | None:
+    """The first place at which an output has another token than its template; None: there is none."""
+    both = enumerate(zip(template or (), output_ids, strict=False))
+    return next((at for at, (pin, token) in both if pin is not None and pin != token), None)
 
 
 @dataclass(frozen=True, slots=True)

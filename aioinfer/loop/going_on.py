@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioinfer.cells import Cut, StreamCell
+from aioinfer.diffusion.pins import clash
 from aioinfer.errors import Cancelled, EngineError, InvalidRequest, RequestError, shown
 from aioinfer.inputs import check_ids, entries, plain
 from aioinfer.loop.opened import OpenRequest
@@ -265,7 +266,12 @@ class GoingOn(Service[_Opened]):
             raise InvalidRequest("max_tokens", message)
         if len(kept.prompt_token_ids) + count >= info.max_model_len:
             raise self._no_room(name if then else cut.at_name)
-        if isinstance(then, str) or not then:
+        if isinstance(then, str):
+            return kept
+        if (at := clash(params.template, (*kept.token_ids, *then))) is not None:
+            field = name if at >= len(kept.token_ids) else "template"
+            raise InvalidRequest(field, f"token {at} of the output is not that of the template")
+        if not then:
             return kept
         if not self.checks.stop_ids(params).isdisjoint(then):
             raise InvalidRequest(name, "has a token that ends the output")

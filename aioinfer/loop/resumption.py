@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from aioinfer.diffusion.pins import Pins, clash
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.inputs import check_ids
@@ -134,6 +135,8 @@ def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[in
     end = next((at for at, token in enumerate(ids) if token in stop_ids), None)
     if end is not None:
         raise InvalidRequest(_FIELD, f"token_ids: the output ends with token {end}, which stops it")
+    if (at := clash(params.template, ids)) is not None:
+        raise InvalidRequest(_FIELD, f"token_ids: token {at} is not that of the template")
     if params.max_tokens is not None and len(ids) >= params.max_tokens:
         raise InvalidRequest(_FIELD, "token_ids: the output is complete: it has max_tokens")
     most = info.max_model_len
@@ -252,9 +255,11 @@ def take(cell: StreamCell, info: DeviceInfo, at: int | None = None) -> StreamChe
             block = None  # it has more tokens
         if known > max(start, len(output.prompt_ids)) and (block is None or block.start != start):
             # It is cut, its text is late, or its weights were replaced, and the rounds of this block are
-            # gone: it goes on from its tokens.
+            # gone, unless a template has all of it: it goes on from its tokens.
             block = unknown_block(output.known_ids(start, known), start, info)
-            identical = False
+            first = max(start, len(output.prompt_ids))
+            pins = Pins.of(params, len(output.prompt_ids))
+            identical = identical and pins is not None and not any(pins.writable(first, known - first))
     return StreamCheckpoint(
         fingerprint=info.fingerprint,
         model=info.model,

@@ -307,11 +307,7 @@ class Sequence:
         if token in self.stop_ids:
             self.output.stop_reason = token
             return "stop"
-        if self.known < self.max_length:
-            return None
-        # A template that is filled is complete.
-        template = self.params.template
-        return "stop" if template is not None and len(template) == len(self.output_ids) else "length"
+        return "length" if self.known >= self.max_length else None
 
     def trim(self, count: int) -> None:
         """Drop all but the first ``count`` output tokens of a sequence that has ended."""

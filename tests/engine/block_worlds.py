@@ -102,7 +102,7 @@ def random_params(rng: random.Random) -> SamplingParams:
         logprobs=rng.choice([None, 0]),
         diffusion=DiffusionParams(algorithm=algorithm, draft=rng.random() < 0.3, **given),
     )
-    return params if algorithm_class(algorithm).moves else _adjusting(params)
+    return params if algorithm_class(algorithm).moves else _pinned(_adjusting(params))
 
 
 def _adjusting(params: SamplingParams) -> SamplingParams:
@@ -121,6 +121,17 @@ def _adjusting(params: SamplingParams) -> SamplingParams:
     if rng.random() < 0.6:
         return params
     return replace(params, **{name: value for name, value in adjusting.items() if rng.random() < 0.4})
+
+
+def _pinned(params: SamplingParams) -> SamplingParams:
+    """Now and then with a template, by dice of its own."""
+    dice = random.Random(repr(params.seed))
+    if dice.random() < 0.85:
+        return params
+    pins = dice.choices([None, dice.randrange(10, VOCAB - 1)], [1, 2], k=dice.choice([2, 7, 20, 40]))
+    if params.allowed_token_ids is not None:
+        params = replace(params, allowed_token_ids=None)
+    return replace(params, template=[None, *pins], stop=())
 
 
 @dataclass
@@ -211,6 +222,8 @@ def _decode(
         size=size,
         mask_id=mask_id,
     )
+    for at, each in enumerate(asked):
+        _pin(block, at, *each, mask_id)
     state = cls.init_state(
         [_diffusion(params) for _, params in asked],
         [params for _, params in asked],
@@ -249,6 +262,9 @@ def _decode(
         for column, blank in zip(block.columns().values(), following.columns().values(), strict=True):
             where = finished.view(-1, *[1] * (column.dim() - 1))
             column.copy_(torch.where(where, blank, column))
+        for at, (row, ended) in enumerate(zip(live, finished.tolist(), strict=True)):
+            if ended:
+                _pin(block, at, *asked[row], mask_id)
         if not all(going):
             keep = torch.tensor([at for at, goes in enumerate(going) if goes], dtype=torch.int64)
             block, state, before = take_blocks(block, keep), take(state, keep), before[keep]
@@ -264,6 +280,24 @@ def _hash(device: ScriptedDevice, prompt: list[int]) -> int:
     return int(before)
 
 
+def _pin(block: Block, row: int, prompt: list[int], params: SamplingParams, mask_id: int) -> None:
+    """Write what a template has into a block that begins. With as many tokens as it has, it is the end."""
+    if params.template is None:
+        return
+    assert params.max_tokens is not None
+    for at in range(block.ids.shape[1]):
+        place = int(block.starts[row]) + at - len(prompt)
+        if place >= len(params.template):
+            block.editable[row, at] = params.max_tokens > len(params.template)
+        elif place >= 0 and (pin := params.template[place]) is not None:
+            block.ids[row, at], block.known[row, at], block.editable[row, at] = pin, True, False
+
+
+def _own(block: Block, row: int, prompt: list[int]) -> list[bool]:
+    """The positions behind the prompt."""
+    return [int(block.starts[row]) + at >= len(prompt) for at in range(block.ids.shape[1])]
+
+
 def _adjusted(
     logits: torch.Tensor,
     block: Block,
@@ -274,7 +308,7 @@ def _adjusted(
 ) -> torch.Tensor:
     """As the request's parameters have them, by another definition than the package's."""
     prompt, params = asked
-    own = (block.known & block.editable)[row].tolist()
+    own = [a and b for a, b in zip(block.known[row].tolist(), _own(block, row, prompt), strict=True)]
     tokens = zip(block.ids[row].tolist(), own, strict=True)
     return adjusted(
         *(logits, params),
@@ -300,13 +334,13 @@ def _extend(
     assert params.max_tokens is not None
     most = min(longest - len(prompt), params.max_tokens)
     stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else (0,))}
-    columns = (block.ids, block.written_in, block.logprobs, block.editable)
+    columns = (block.ids, block.written_in, block.logprobs)
     for token, step, logprob, own, top in zip(
-        *(column[row].tolist() for column in columns), tops, strict=True
+        *(column[row].tolist() for column in columns), _own(block, row, prompt), tops, strict=True
     ):
         if not own:
             continue
-        plain.tops.append(top)
+        plain.tops.append(top if step >= 0 else [])
         plain.ids.append(token)
         plain.steps.append(step)
         plain.logprobs.append(logprob)

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 from aioinfer import Chunk, StreamCheckpoint, errors
@@ -84,6 +85,8 @@ async def lifetime(world: World, number: int) -> None:
             *("never", "restore"),
         ]
     )
+    if params.template is not None:  # what does not fit is refused
+        params = replace(params, template=params.template[: engine.info.max_model_len - length])
     adapter, key = (None, 0) if world.adapters is None else world.adapters.choose(engine)
     if params.max_tokens == 0 and behaviour == "restore":
         behaviour = "await"  # there is nothing to go on with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result
-from tests.engine.block_parity import WAYS, Asked, answers, logprobs
-from tests.engine.block_worlds import Plain
-from tests.engine.pinned import fill, pinned_requests
-from tests.engine.test_block_parity import SIZE, VOCAB, make_device, make_engine
+from aioinfer.params import SamplingParams
+from tests.engine.block_parity import WAYS, Asked, answers
+from tests.engine.block_worlds import Plain, check_logprobs, decode
+from tests.engine.pinned import pinned_requests
+from tests.engine.test_block_parity import LONGEST, SIZE, VOCAB, make_device, make_engine
 from tests.tiers import SECONDS, rest, thinned
 
 Expected = list[tuple[Asked, Plain]]
@@ -26,8 +28,17 @@ def expected() -> dict[str, Expected]:
     for algorithm in algorithm_names():
         asked = pinned_requests(algorithm, SIZE, VOCAB)
         asked += pinned_requests(algorithm, SIZE, VOCAB, temperature=0.9, seed=7)[::5]
-        found[algorithm] = [(each, fill(device, *each)) for each in asked]
+        asked += pinned_requests(algorithm, SIZE, VOCAB, repetition_penalty=1.5, frequency_penalty=1)[::5]
+        asked += [(prompt, unended(params)) for prompt, params in asked[::7]]
+        found[algorithm] = list(zip(asked, decode(device, device.script, asked, LONGEST), strict=True))
     return found
+
+
+def unended(params: SamplingParams) -> SamplingParams:
+    """The model's end token is not written into holes."""
+    assert params.template is not None
+    count = len(params.template)
+    return replace(params, ignore_eos=False, max_tokens=count, min_tokens=count)
 
 
 async def check(engine: Engine, expected: Expected) -> None:
@@ -44,8 +55,9 @@ def same(result: Result, asked: Asked, plain: Plain) -> None:
         assert pin is None or token == pin
     assert result.token_ids == plain.ids, asked
     assert result.step_map == plain.steps, asked
-    assert logprobs(result) == plain.logprobs, asked
-    assert result.finish_reason == ("stop" if asked[1].max_tokens == len(template) else "length")
+    assert result.logprobs is not None
+    check_logprobs(result.logprobs, plain, asked[1])
+    assert result.finish_reason == "length"
 
 
 @pytest.mark.parametrize("way", thinned(WAYS, 3))

@@ -85,6 +85,7 @@ DIFFUSION: dict[str, dict[str, Any]] = {
         "logprobs": 2,
         "diffusion": DiffusionParams(algorithm="joint_threshold"),
     },
+    "template": {"template": [None] * 3 + [70] * 9 + [None] * 5 + [71] * 8},
 }
 
 

@@ -77,6 +77,10 @@ class Adjustments:
                 self._known = _arrays(self._counted)
             self._start, self._newest, self.tops = start, (), [()] * len(self.tops)
 
+    def own(self, block: Block, row: int) -> torch.Tensor:
+        """The positions of a row that hold tokens of the output, pinned ones included, bool [B]."""
+        return block.known[row] & (block.positions[row] >= self.prompt_length)
+
     def leave(self, tokens: Sequence[int]) -> None:
         """A round is over; ``tokens``: own tokens of the block."""
         self._newest = tokens
@@ -168,7 +172,7 @@ class Adjusting:
         live = asked.wanted.any(1).tolist()
         for at, row in enumerate(self._rows):
             if row.changes and live[at]:
-                row.adjust(logits[at], block.ids[at], block.known[at] & block.editable[at])
+                row.adjust(logits[at], block.ids[at], row.own(block, at))
         logits[..., asked.mask_id] = _NEVER
         for at, row in enumerate(self._rows):
             if row.filters and live[at]:
@@ -213,7 +217,7 @@ class Adjusting:
         """The round has written what it chose."""
         for at, row in enumerate(self._rows):
             if row.params.penalised:
-                row.leave(block.ids[at][block.known[at] & block.editable[at]].tolist())
+                row.leave(block.ids[at][row.own(block, at)].tolist())
         scored = self._scored
         most = max((row.params.logprobs or 0 for row in self._rows), default=0)
         if scored is None or not most:
