@@ -14,6 +14,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.llm import LLM
+from aioinfer.parallel import Dispatcher
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.toys import ToyDevice, ToyTokenizer
 from tests.toys.blocks import ScriptedDevice
@@ -124,6 +125,15 @@ async def test_what_is_wholly_pinned_is_prefilled_and_nothing_is_computed_twice(
     assert stats.prefill_tokens + stats.decode_tokens == 8 + 8 + (16 + 8) + 8
 
 
+async def test_a_row_in_flight_is_the_commit_of_the_block_before_pins() -> None:
+    """Blocks of 8, each written in one round, and another row behind the first: it is not computed in vain."""
+    params = SamplingParams(temperature=0, diffusion=DiffusionParams(threshold=0.0))
+    async with make("blocks", overlap_steps=1, prefix_cache=False) as engine:
+        await engine.fill([7] * 8, [*[None] * 8, 20, *[None] * 7], params)
+        stats = engine.stats()
+    assert stats.prefill_tokens + stats.decode_tokens == (8 + 8) + 8 + 8
+
+
 async def test_it_takes_fewer_forwards_than_writing_all() -> None:
     params = SamplingParams(temperature=0, diffusion=DiffusionParams(threshold=1.0))
     template = [20, 21, None, 22, 23, 24, None, 25] * 3
@@ -163,6 +173,15 @@ async def test_a_template_stays_where_an_output_is_cut() -> None:
         with pytest.raises(InvalidRequest) as caught:
             stream.fork(at=2, then=[21])
         assert caught.value.field == "then"
+
+
+async def test_a_dispatcher_fills() -> None:
+    async with make("blocks") as engine:
+        wanted = await engine.fill([7] * 5, IDS, HOT)
+    async with Dispatcher([make("blocks"), make("blocks")]) as dispatcher:
+        found = await dispatcher.fill([7] * 5, IDS, HOT)
+        assert found.holes == wanted.holes
+        check_text(await dispatcher.fill("hallo", TEXT, HOT))
 
 
 def call_llm() -> Filled:

@@ -194,6 +194,7 @@ CHANGES: dict[str, Any] = {
     "add_generation_prompt": False,
     "continue_final_message": True,
     "echo": True,
+    "suffix": "b",
 }
 #: fields that have no effect alone -> what they are checked with
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -228,7 +229,8 @@ def comparable(call: Call) -> Any:
     ident = call.id if call.id.endswith("-x-1") else None
     return (ident, call.prompts, call.params, call.n, call.stream, call.include_usage, call.continuous_usage,
             call.echo, dict(call.chat_template_kwargs or {}), dict(call.scheduling), call.answer,
-            call.token_ids, call.prompt_logprobs, call.tokens_by_id, call.form, call.beams)  # fmt: skip
+            call.token_ids, call.prompt_logprobs, call.tokens_by_id, call.form, call.beams,
+            call.suffix)  # fmt: skip
 
 
 def test_fields_that_the_template_reads_reach_it() -> None:
