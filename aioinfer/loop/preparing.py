@@ -24,6 +24,7 @@ from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
     from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
+    from aioinfer.text.grammar_spec import Grammar
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Preparing"]
@@ -100,6 +101,8 @@ class Preparing:
         if params.structure is not None and params.structure.reasoning is not None:
             end = "" if self._tokenizer is None else end_of(prompt_ids, self._tokenizer)
             params = replace(params, grammar=params.structure.behind(end))
+        if params.structure is not None and params.structure.kind == "template":
+            self._check_template(params.structure, len(prompt_ids), params.max_tokens)
 
         bounds = None
         if params.bad_words or params.allowed_token_ids is not None:
@@ -136,6 +139,25 @@ class Preparing:
                 self._grammar_compiler().forget(params.structure)
         assert refusal is not None
         raise _of_all(params, refusal)
+
+    def _check_template(self, grammar: Grammar, prompt: int, most: int | None) -> None:
+        """Raise InvalidRequest for a template whose text alone is too long."""
+        from aioinfer.text.text_template import TextTemplate
+
+        try:
+            texts = TextTemplate.read(grammar.text).texts
+        except (ValueError, RecursionError):
+            return  # the compiler says what is wrong
+        if self._tokenizer is None:
+            return  # so does it then
+        # Up to two tokens of a text may also have a part of a hole.
+        least = sum(max(0, len(self._tokenizer.encode_part(each)) - 2) for each in texts if each)
+        told, longest = f"has text of some {least} tokens", self._info.max_model_len
+        if most is not None and least > most:
+            raise InvalidRequest("grammar", f"{told}, and max_tokens is {most}")
+        if prompt + least > longest:
+            message = f"{told}, which behind {prompt} exceed the context of {longest}"
+            raise InvalidRequest("grammar", message, code="context_length_exceeded")
 
     def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
         """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest."""
