@@ -111,10 +111,10 @@ class BlockGeneration:
         diffusion = params.diffusion or DiffusionParams()
         algorithm = algorithm_class(diffusion.algorithm)
         _check_algorithm(algorithm, diffusion, self._edits)
-        if algorithm.moves and steered(params):
+        if algorithm.moves and (params.template is not None or steered(params)):
             raise InvalidRequest(
                 "algorithm",
-                f"{algorithm.name} moves tokens: it knows no grammars, penalties and alternatives",
+                f"{algorithm.name} moves tokens: it knows no grammars, penalties, alternatives and templates",
             )
         return functools.partial(
             BlockCursor,
