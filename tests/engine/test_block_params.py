@@ -254,11 +254,13 @@ async def test_filters_look_at_what_bad_words_leave() -> None:
     async with make_engine() as engine:
         bad = params.changed(bad_words=((plain.ids[0],), tuple(plain.ids[3:5])))
         found = await engine.generate([9] * SIZE, bad)
-        alone = await engine.generate([9] * SIZE, params.changed(top_n_sigma=0.0, bad_words=((63,),)))
-        free = await engine.generate([9] * SIZE, params.changed(top_n_sigma=0.0))
+        greedy = params.changed(top_n_sigma=0.0, temperature=0.0)
+        free = await engine.generate([9] * SIZE, greedy)
+        absent = next(token for token in range(VOCAB) if token not in (*free.token_ids, MASK))
+        alone = await engine.generate([9] * SIZE, greedy.changed(bad_words=((absent, absent),)))
     assert len(found.token_ids) == 21
     assert plain.ids[0] not in found.token_ids
-    # A word that is never likely changes nothing.
+    # A word that is never proposed changes nothing.
     assert (alone.token_ids, alone.logprobs, alone.step_map) == (free.token_ids, free.logprobs, free.step_map)
 
 
