@@ -248,7 +248,8 @@ async def test_bad_words_are_in_no_output_whatever_the_way(expected: list[tuple[
 
 async def test_filters_look_at_what_bad_words_leave() -> None:
     """Also where they would leave the bad word alone; logprobs are those of the model."""
-    params = params_of("neighbour", "factor", temperature=1.0, top_n_sigma=0.01, ignore_eos=True)
+    options = {"temperature": 1.0, "top_n_sigma": 0.01, "ignore_eos": True, "max_tokens": 2 * SIZE}
+    params = params_of("neighbour", "factor", **options)
     device = make_device(EngineConfig(page_size=SIZE))
     (plain,) = decode(device, device.script, [([9] * SIZE, params)], LONGEST)
     async with make_engine() as engine:
@@ -258,7 +259,7 @@ async def test_filters_look_at_what_bad_words_leave() -> None:
         free = await engine.generate([9] * SIZE, greedy)
         absent = next(token for token in range(VOCAB) if token not in (*free.token_ids, MASK))
         alone = await engine.generate([9] * SIZE, greedy.changed(bad_words=((absent, absent),)))
-    assert len(found.token_ids) == 21
+    assert len(found.token_ids) == 2 * SIZE
     assert plain.ids[0] not in found.token_ids
     # A word that is never proposed changes nothing.
     assert (alone.token_ids, alone.logprobs, alone.step_map) == (free.token_ids, free.logprobs, free.step_map)
