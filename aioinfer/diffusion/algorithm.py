@@ -135,12 +135,20 @@ class Algorithm(ABC):
         proposal = self._propose(logits, asked)
         if guide is not None:
             writable = guide.steer(logits, asked, proposal, block) & writable
+        waits = None if guide is None else guide.waits
+        if waits is not None:
+            # As if they were done, for a while.
+            waits = waits & live
+            live, writable = live & ~waits, writable & ~waits.unsqueeze(1)
+            block.done |= waits
         broken = (writable & ~proposal.valid).any(1)
         where = self.choose(proposal, block, state) & writable & ~broken.unsqueeze(1)
         block.write_(where, proposal.tokens, proposal.logprobs)
         block.failed |= broken
         block.done |= broken | self.finished(block, state)
         block.rounds += live
+        if waits is not None:
+            block.done &= ~waits
         if guide is not None:
             guide.written(block)
         return block.done

@@ -26,6 +26,10 @@ __all__ = ["Guide", "steered"]
 class Guide(Protocol):
     """The guide of R rows in one round; it may read back from the device."""
 
+    #: after :meth:`steer`, [R] bool: the rows for which it needs more time: this round does not count for
+    #: them; None: no row
+    waits: torch.Tensor | None
+
     def adjust(self, logits: torch.Tensor, asked: Asked, block: Block) -> None:
         """Change the logits, [R, B, V] float32, in place, before tokens are proposed."""
 

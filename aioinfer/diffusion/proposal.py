@@ -12,7 +12,7 @@ from aioinfer.diffusion.block import Rows
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel
 
-__all__ = ["Asked", "Proposal", "Propose", "lower_", "noise_positions", "propose"]
+__all__ = ["Asked", "Proposal", "Propose", "lower_", "noise_positions", "propose", "weigh"]
 
 _NEVER = float("-inf")
 #: lower temperatures are raised to this one, as in the sampler
@@ -101,6 +101,41 @@ def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
         chosen = relative.gather(2, tokens.unsqueeze(2)).squeeze(2)
     entropy = _entropy(relative, mass) if asked.entropy else None
     return Proposal(tokens, confidence, chosen - mass.log(), valid, mass, entropy)
+
+
+def weigh(
+    logits: torch.Tensor, asked: Asked, tokens: torch.Tensor, proposed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What some tokens are worth at each position of one block.
+
+    Args:
+        logits: [1, B, V].
+        asked: of one row.
+        tokens: [T] int64.
+        proposed: [B] int64: by :func:`propose`.
+
+    Returns:
+        The logprobs of the tokens in the distribution from which is drawn, before filters, [B, T] float64.
+        Of a row with a temperature, the noise that is added to draw, [B, T], and what both together are of
+        the tokens that were proposed, [B].
+    """
+    own = logits.to(torch.float32, copy=True)
+    if asked.lowered is not None:
+        lower_(own, *asked.lowered)
+    own[..., asked.mask_id] = _NEVER
+    relative = (own - own.amax(2, keepdim=True))[0]
+    temperature = asked.sampling["temperature"]
+    drawn = asked.drawn and bool(temperature > 0)
+    if drawn:
+        relative /= temperature.clamp(min=_MIN_TEMPERATURE)
+    logprobs = relative.double() - _total(relative.exp()).double().log().unsqueeze(1)
+    if not drawn:
+        return logprobs[:, tokens], None, None
+    keys = noise_positions(asked)[0]
+    seeds = asked.sampling["seed"].expand(len(keys))
+    mine = proposed.unsqueeze(1)
+    free = logprobs.gather(1, mine) + gumbel(seeds, keys, mine.to(torch.int32))
+    return logprobs[:, tokens], gumbel(seeds, keys, tokens.to(torch.int32)).double(), free[:, 0]
 
 
 def lower_(logits: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> None:

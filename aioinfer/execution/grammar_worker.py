@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.system.cores import usable_cores
 from aioinfer.text.grammar import GrammarState, LookAhead
 
-__all__ = ["Constraints", "GrammarRow", "GrammarWorker"]
+__all__ = ["Constraints", "GrammarRow", "GrammarWorker", "WorkerCall"]
 
 #: a grammar's state and the tokens it goes on with: nearly always one
 _Tokens = tuple[GrammarState, Sequence[int]]
@@ -70,6 +70,16 @@ class Constraints:
     outcomes: dict[int, int] = field(default_factory=dict)
     #: the tokens of those that are ``FORCED``
     forced: dict[int, list[int]] = field(default_factory=dict)
+
+
+class WorkerCall(Protocol):
+    """Other work on grammars."""
+
+    def run(self) -> None:
+        """Do it, on a worker thread. Does not raise."""
+
+    def fail(self, error: BaseException) -> None:
+        """The thread that had it has ended."""
 
 
 class GrammarWorker:
@@ -161,6 +171,13 @@ class GrammarWorker:
                     self._decide_drafts(row, first, found)
         return found
 
+    def call(self, call: WorkerCall, *, slow: bool) -> None:
+        """Have a thread run this; ``slow``: apart from the others."""
+        if self._threaded:
+            (self._slow_workers if slow else self._workers).put(_Batch([], call=call))
+        else:
+            call.run()
+
     def close(self) -> None:
         """Let the threads end. Idempotent."""
         for thread in self._workers.close() + self._slow_workers.close():
@@ -245,6 +262,9 @@ class GrammarWorker:
 
     def _work(self, batch: _Batch) -> None:
         """Accept tokens and fill masks, one call for all rows of a step with the same backend."""
+        if batch.call is not None:
+            batch.call.run()
+            return
         if batch.ahead:
             self._look_ahead(batch.ahead)
             return
@@ -276,6 +296,9 @@ class GrammarWorker:
 
     def _fail(self, batch: _Batch, error: BaseException) -> None:
         """The thread that had this work has ended: so do the requests whose masks it was to compute."""
+        if batch.call is not None:
+            batch.call.fail(error)
+            return
         with self._changed:
             if batch in self._batches:
                 self._batches.remove(batch)
@@ -305,16 +328,19 @@ class _Batch:
     """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Another
     thread may take them away, until this one has begun with the masks."""
 
-    __slots__ = ("accepted", "ahead", "states", "tokens")
+    __slots__ = ("accepted", "ahead", "call", "states", "tokens")
 
     def __init__(
         self,
         tokens: list[_Tokens],
         accepted: list[GrammarState] | None = None,
         ahead: Sequence[GrammarState] = (),
+        call: WorkerCall | None = None,
     ) -> None:
-        """``ahead``: states whose drafts are to be looked at, and nothing else."""
+        """``ahead``: states whose drafts are to be looked at, and nothing else; ``call``: what is to be run
+        instead."""
         self.ahead = ahead
+        self.call = call
         self.tokens = deque(tokens)
         self.accepted: list[GrammarState] = [] if accepted is None else accepted
         #: all that the batch began with

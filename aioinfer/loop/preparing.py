@@ -14,15 +14,17 @@ import numpy.typing as npt
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import DeviceInfo
-from aioinfer.loop.options import Prepared
+from aioinfer.loop.options import Prepared, too_long
 from aioinfer.loop.thinking import ready_processors
 from aioinfer.params import SamplingParams
 from aioinfer.steering.processors import waits
 from aioinfer.steering.state import SteeringState
+from aioinfer.text.least_bytes import least_bytes
 from aioinfer.text.length import ASSUMED_LONGEST
 from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
+    from aioinfer.text.closed_answers import ClosedAnswers
     from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.grammar_spec import Grammar
     from aioinfer.text.tokenizer import Tokenizer
@@ -128,12 +130,17 @@ class Preparing:
         for _ in range(1 if params.structure is None else 2):
             backend, matcher = self._matcher(params)
             try:
-                return GrammarState(
+                state = GrammarState(
                     *(backend, matcher, len(prompt_ids), self._info.vocab_size, least_forced, bounds),
                     suggests=suggests,
                 ).start()
             except InvalidRequest as refused:
                 refusal = refused
+            else:
+                if self._info.block_size is not None:
+                    state.closed = self._closed(params, stop_ids)
+                    self._check_room(params, state.closed, len(prompt_ids))
+                return state
             if params.structure is not None:
                 # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
                 self._grammar_compiler().forget(params.structure)
@@ -158,6 +165,34 @@ class Preparing:
         if prompt + least > longest:
             message = f"{told}, which behind {prompt} exceed the context of {longest}"
             raise InvalidRequest("grammar", message, code="context_length_exceeded")
+
+    def _closed(self, params: SamplingParams, stop_ids: frozenset[int]) -> ClosedAnswers | None:
+        """The automaton of a grammar of a few texts; None for others, and where more decides."""
+        from aioinfer.text.closed_answers import ClosedAnswers, closed_texts
+        from aioinfer.text.guidance import GuidanceBackend
+
+        if params.structure is None or params.bad_words or (texts := closed_texts(params.structure)) is None:
+            return None
+        backend = self._grammar_compiler().backend
+        assert isinstance(backend, GuidanceBackend)
+        return ClosedAnswers.build(texts, backend.spellings(), self._info.eos_token_ids, stop_ids)
+
+    def _check_room(self, params: SamplingParams, closed: ClosedAnswers | None, prompt_length: int) -> None:
+        """Raise InvalidRequest for a grammar whose shortest output is longer than this one may be."""
+        least = 0 if closed is None else closed.least
+        if closed is None and params.structure is not None:
+            longest = (self._tokenizer and self._tokenizer.longest_token) or ASSUMED_LONGEST
+            least = -(-least_bytes(params.structure) // longest)
+        if params.max_tokens is not None and least > params.max_tokens:
+            raise InvalidRequest(
+                "max_tokens",
+                f"is {params.max_tokens}: what the grammar allows has {least} tokens or more",
+            )
+        if prompt_length + least > self._info.max_model_len:
+            raise too_long(
+                self._info,
+                f"the prompt has {prompt_length} tokens, and what the grammar allows {least} or more",
+            )
 
     def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
         """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest."""

@@ -288,10 +288,12 @@ class BlockBatch:
 
 def _fail(sequence: Sequence, queues: RequestQueues, *, exhausted: bool = False) -> None:
     error: Exception
-    if sequence.grammar is not None and sequence.grammar.failed is not None:
-        error = ConstraintFailed(sequence.params.constraints, sequence.grammar.failed)
+    grammar, constraints = sequence.grammar, sequence.params.constraints
+    if grammar is not None and grammar.failed is not None:
+        why = grammar.failed
+        error = ValueError(why) if grammar.broken else ConstraintFailed(constraints, why)
     elif exhausted:
-        error = ConstraintFailed(sequence.params.constraints, "no token is allowed")
+        error = ConstraintFailed(constraints, "no token is allowed")
     else:
         queues.memory.distrust(sequence)
         error = FloatingPointError(NOT_FINITE)

@@ -13,6 +13,7 @@ steps are of this kind. ``prefilling`` are rows whose tokens the host knows. A t
 
 from __future__ import annotations
 
+import sys
 from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,6 +83,8 @@ class NewRequestData:
     resume: BlockState | None = None
     #: slot of its adapter on the device; 0: it has none
     adapter: int = 0
+    #: of prompt and output together
+    max_length: int = sys.maxsize
 
 
 def new_request_data(sequence: Sequence) -> NewRequestData | None:
@@ -99,6 +102,7 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
         sequence.steering,
         sequence.cursor.resume,
         0 if sequence.adapter is None else sequence.adapter.slot,
+        sequence.max_length,
     )
 
 

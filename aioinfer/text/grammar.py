@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.ledger import ByteCache
+from aioinfer.text.closed_answers import ClosedAnswers
 from aioinfer.text.grammar_spec import Grammar
 
 __all__ = ["Compiled", "Compiler", "GrammarBackend", "GrammarState", "LookAhead", "Matcher", "TokenBounds"]
@@ -160,6 +161,8 @@ class GrammarState:
     origin: Matcher = field(init=False)
     begin: int = field(init=False)
     mask: npt.NDArray[np.int32] = field(init=False)
+    #: all that it allows, where those are some texts
+    closed: ClosedAnswers | None = None
     #: output tokens to accept before the mask can be computed; None: none
     missed: Sequence[int] | None = None
     #: why the output cannot continue
@@ -219,6 +222,7 @@ class GrammarState:
         return GrammarState(
             *(self.backend, self.origin.copy(), self.begin, self.vocab_size, self.least_forced, self.bounds),
             suggests=self.suggests,
+            closed=self.closed,
             missed=tuple(output_ids),
             overtime=self.overtime,
         )

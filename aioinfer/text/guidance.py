@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -83,8 +83,10 @@ class GuidanceBackend:
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
+        self.ends = frozenset(eos_token_ids)
         #: one executor per calling thread: a slow call does not delay the other threads
         self._executors = threading.local()
+        self._spellings: dict[bytes, list[int]] | None = None
 
     def compile(self, grammar: Grammar) -> Compiled:
         bounds = GrammarBounds(self._max_depth)
@@ -131,6 +133,17 @@ class GuidanceBackend:
             cost.seconds += seconds
         for mask, row in zip(masks, table, strict=True):
             mask[:] = row
+
+    def spellings(self) -> Mapping[bytes, Sequence[int]]:
+        """The tokens that stand for these bytes in a text."""
+        # Two threads may make it at once: it is the same.
+        if (found := self._spellings) is None:
+            known, found = self._tokenizer, {}
+            for token in range(known.vocab_size):
+                if not known.is_special_token(token) and (spelling := known.decode_bytes([token])):
+                    found.setdefault(spelling, []).append(token)
+            self._spellings = found
+        return found
 
     def _text(self, grammar: Grammar, bounds: GrammarBounds) -> str:
         """The grammar as text for LLMatcher. Raises ValueError."""

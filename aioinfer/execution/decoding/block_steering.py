@@ -6,32 +6,34 @@ of a slot that it has lost may go on for a while, and nobody reads what they wri
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.closed_search import ClosedSearch
 from aioinfer.diffusion.guide import steered
-from aioinfer.diffusion.paths import Answer, BlockRow, Path, PathSearch, Question, Search, Walk
-from aioinfer.diffusion.proposal import Asked, Proposal, propose
+from aioinfer.diffusion.paths import BlockRow, Path, PathSearch, Walk
+from aioinfer.diffusion.proposal import Asked, Proposal
 from aioinfer.execution.decoding.base import Guided
-from aioinfer.execution.decoding.block_adjustments import Adjusting, Adjustments, filtered
+from aioinfer.execution.decoding.block_adjustments import Adjusting, Adjustments
+from aioinfer.execution.decoding.path_turns import Found, PathTurns, Seeker
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.params import SamplingParams
-from aioinfer.sampling.logits_processors import apply_masks_
 from aioinfer.scheduling.step import NewRequestData
-from aioinfer.text.grammar import GrammarBackend
 
-__all__ = ["BlockSteering"]
+__all__ = ["BlockSteering", "RowsGuide"]
 
 
 class BlockSteering:
     """By slot, what guides the rows of its request. Launch thread only."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, worker: GrammarWorker) -> None:
         self._size = block_size
         self._rows: dict[int, _SteeredRow] = {}
+        self._turns = PathTurns(worker)
         nobody = NewRequestData(SamplingParams(), 0, frozenset(), (), ())
         #: of a slot whose request has not come, because the step that brings it has failed
         self._vacant = _SteeredRow(Adjustments(nobody, block_size), None)
@@ -39,18 +41,13 @@ class BlockSteering:
     def admit(self, slot: int, data: NewRequestData) -> None:
         """A request takes the slot."""
         self._rows.pop(slot, None)
-        if not steered(data.params):
-            return
-        search: PathSearch | None = None
-        if data.grammar is not None:
-            search = Walk(data.grammar, data.output_ids, data.stop_ids)
-            if (block := data.resume) is not None:
-                search.take(block.start, block.ids, block.known)
-        self._rows[slot] = _SteeredRow(Adjustments(data, self._size), search)
+        if steered(data.params):
+            adjustments = Adjustments(data, self._size)
+            self._rows[slot] = _SteeredRow(adjustments, _seeker(data, adjustments))
 
-    def guide(self, slots: Sequence[int]) -> RowsGuide:
-        """The guide of rows of these slots in one round."""
-        return RowsGuide([self._rows.get(slot, self._vacant) for slot in slots])
+    def guide(self, slots: Sequence[int], *, alone: bool) -> RowsGuide:
+        """The guide of rows of these slots in one round; ``alone``: these are all rows of the step."""
+        return RowsGuide([self._rows.get(slot, self._vacant) for slot in slots], self._turns, alone=alone)
 
 
 @dataclass(slots=True)
@@ -58,16 +55,33 @@ class _SteeredRow:
     """What guides the rows of one request."""
 
     adjustments: Adjustments
-    search: PathSearch | None
+    seeker: Seeker | None
+
+
+def _seeker(data: NewRequestData, adjustments: Adjustments) -> Seeker | None:
+    state = data.grammar
+    if state is None:
+        return None
+    search: PathSearch
+    if state.closed is not None:
+        search = ClosedSearch(state, state.closed, data.output_ids, data.max_length)
+    else:
+        search = Walk(state, data.output_ids, data.stop_ids, data.max_length)
+    if (block := data.resume) is not None:
+        search.take(block.start, block.ids, block.known)
+    return Seeker(search, adjustments.filters)
 
 
 class RowsGuide:
     """See :class:`~aioinfer.diffusion.guide.Guide`."""
 
-    def __init__(self, rows: Sequence[_SteeredRow]) -> None:
-        self._searches = {at: row.search for at, row in enumerate(rows) if row.search is not None}
+    def __init__(self, rows: Sequence[_SteeredRow], turns: PathTurns, *, alone: bool = False) -> None:
         self._rows = rows
-        self._adjusting = Adjusting([row.adjustments for row in rows], list(self._searches))
+        self._seekers = {at: row.seeker for at, row in enumerate(rows) if row.seeker is not None}
+        self._adjusting = Adjusting([row.adjustments for row in rows], list(self._seekers))
+        self._turns = turns
+        self._alone = alone and len(self._seekers) == len(rows)
+        self.waits: torch.Tensor | None = None
 
     def adjust(self, logits: torch.Tensor, asked: Asked, block: Block) -> None:
         self._adjusting.adjust(logits, asked, block)
@@ -75,96 +89,23 @@ class RowsGuide:
     def steer(self, logits: torch.Tensor, asked: Asked, proposal: Proposal, block: Block) -> torch.Tensor:
         self._adjusting.unfilter_(logits)
         writable = torch.ones_like(block.known)
-        if self._searches:
-            self._take_paths(logits, asked, proposal, block, writable)
+        if self._seekers:
+            # Logits that are broken are not the grammar's fault.
+            sound = ((proposal.valid | ~block.masked).all(1) & ~block.done).tolist()
+            seekers = {at: seeker for at, seeker in self._seekers.items() if sound[at]}
+            if seekers:
+                rows = _host_rows(seekers, logits, proposal, block)
+                alone = self._alone and len(rows) == len(sound)
+                found = self._turns.find(rows, logits, asked, alone=alone)
+                writable, self.waits = _propose_paths(found, logits, asked.mask_id, proposal, block)
         self._adjusting.judge(logits, asked, proposal)
         return writable
-
-    def _take_paths(
-        self,
-        logits: torch.Tensor,
-        asked: Asked,
-        proposal: Proposal,
-        block: Block,
-        writable: torch.Tensor,
-    ) -> None:
-        paths = self._paths(logits, asked, _host_rows(self._searches, proposal, block))
-        at = torch.tensor(list(paths), device=logits.device)
-        found = list(paths.values())
-        none = Path([-1] * block.ids.shape[1], [0.0] * block.ids.shape[1])
-        tokens = torch.tensor([(path or none).tokens for path in found], device=logits.device)
-        confidence = torch.tensor([(path or none).confidence for path in found], device=logits.device)
-        there = tokens >= 0
-        block.path.index_copy_(0, at, tokens)
-        proposal.tokens.index_copy_(0, at, torch.where(there, tokens, asked.mask_id))
-        proposal.confidence.index_copy_(0, at, confidence)
-        dead = torch.tensor([path is None for path in found], device=logits.device).unsqueeze(1)
-        proposal.valid.index_copy_(0, at, proposal.valid[at] & ~dead)
-        # Under a grammar a token that was written stays.
-        writable.index_copy_(0, at, (there | dead) & block.masked[at])
-
-    def _paths(
-        self, logits: torch.Tensor, asked: Asked, rows: Mapping[int, BlockRow]
-    ) -> dict[int, Path | None]:
-        """A path for each row, in turns: each turn answers one question of every row that has one."""
-        found: dict[int, Path | None] = dict.fromkeys(rows)
-        asking: list[tuple[int, Search, Question]] = []
-        for at, row in rows.items():
-            search = self._searches[at].search(row)
-            try:
-                asking.append((at, search, next(search)))
-            except StopIteration as ended:
-                found[at] = ended.value
-        while asking:
-            answers = self._answers(logits, asked, [(at, question) for at, _, question in asking])
-            more: list[tuple[int, Search, Question]] = []
-            for (at, search, _), answer in zip(asking, answers, strict=True):
-                try:
-                    more.append((at, search, search.send(answer)))
-                except StopIteration as ended:
-                    found[at] = ended.value
-            asking = more
-        return found
-
-    def _answers(
-        self, logits: torch.Tensor, asked: Asked, questions: Sequence[tuple[int, Question]]
-    ) -> list[Answer]:
-        rows = torch.tensor([at for at, _ in questions], device=logits.device)
-        places = torch.tensor([question.at for _, question in questions], device=logits.device)
-        lines = logits[rows, places]
-        masks = np.zeros((len(questions), -(-logits.shape[2] // 32)), np.int32)
-        groups: dict[int, tuple[GrammarBackend, list[int]]] = {}
-        for line, (at, _) in enumerate(questions):
-            backend = self._searches[at].state.backend
-            groups.setdefault(id(backend), (backend, []))[1].append(line)
-        for backend, mine in groups.values():
-            backend.fill([questions[line][1].matcher for line in mine], [masks[line] for line in mine])
-        apply_masks_(
-            lines, torch.arange(len(lines), device=lines.device), torch.from_numpy(masks).to(lines.device)
-        )
-        lines = filtered(lines, [self._rows[at].adjustments.filters for at, _ in questions])
-        lowered = asked.lowered
-        one = replace(
-            asked,
-            positions=asked.positions[rows, places].unsqueeze(1),
-            rounds=asked.rounds[rows],
-            sampling={name: column[rows] for name, column in asked.sampling.items()},
-            wanted=torch.ones_like(rows, dtype=torch.bool).unsqueeze(1),
-            lowered=None if lowered is None else (lowered[0][rows, places].unsqueeze(1), lowered[1][rows]),
-            entropy=False,
-        )
-        best = propose(lines.unsqueeze(1), one)
-        tokens, valid = best.tokens[:, 0].tolist(), best.valid[:, 0].tolist()
-        return [
-            Answer(token if good else -1, sure)
-            for token, good, sure in zip(tokens, valid, best.confidence[:, 0].tolist(), strict=True)
-        ]
 
     def written(self, block: Block) -> None:
         self._adjusting.written(block)
         starts, ids, known = (column.tolist() for column in (block.starts, block.ids, block.known))
-        for at, search in self._searches.items():
-            search.take(starts[at], ids[at], known[at])
+        for at, seeker in self._seekers.items():
+            seeker.search.take(starts[at], ids[at], known[at])
 
     def told(self) -> list[Guided]:
         """What the host is told of each row after the round."""
@@ -172,7 +113,49 @@ class RowsGuide:
         return [Guided([*each.tops], each.exhausted) for each in found]
 
 
-def _host_rows(rows: Mapping[int, PathSearch], proposal: Proposal, block: Block) -> dict[int, BlockRow]:
-    columns = (block.starts, block.ids, block.known, proposal.tokens, proposal.confidence, block.path)
+def _propose_paths(
+    found: Mapping[int, Found], logits: torch.Tensor, mask_id: int, proposal: Proposal, block: Block
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the tokens of the paths those that are proposed. Returns where they may be written, [R, B], and
+    the rows that have none yet, [R]."""
+    device, size = logits.device, block.ids.shape[1]
+    at = torch.tensor(list(found), device=device)
+    paths = [each.path or Path([-1] * size, [0.0] * size) for each in found.values()]
+    tokens = torch.tensor([path.tokens for path in paths], device=device)
+    confidence = torch.tensor([path.confidence for path in paths], device=device)
+    late = torch.tensor([each.late for each in found.values()], device=device).unsqueeze(1)
+    dead = torch.tensor([each.path is None for each in found.values()], device=device).unsqueeze(1) & ~late
+    there = tokens >= 0
+    block.path.index_copy_(0, at, torch.where(late, block.path[at], tokens))
+    if proposal.entropy is not None:
+        entropy, most = proposal.entropy[at], _most_entropy(confidence, logits.shape[2])
+        entropy = torch.where(confidence > proposal.confidence[at], entropy.minimum(most), entropy)
+        proposal.entropy.index_copy_(0, at, torch.where(there, entropy, math.inf))
+    proposal.tokens.index_copy_(0, at, torch.where(there, tokens, mask_id))
+    # Positions that are not written come last: the first in order are chosen.
+    proposal.confidence.index_copy_(0, at, torch.where(there, confidence, -1.0))
+    proposal.valid.index_copy_(0, at, proposal.valid[at] & ~dead)
+    writable = torch.ones_like(block.known)
+    # Under a grammar a token that was written stays.
+    writable.index_copy_(0, at, (there | dead) & block.masked[at])
+    waits = torch.zeros_like(block.done)
+    waits.index_copy_(0, at, late.squeeze(1))
+    return writable, waits
+
+
+def _most_entropy(confidence: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The greatest entropy of a distribution in which one token has this probability, in nats."""
+    others = (1 - confidence).clamp(min=0)
+    return others * math.log(vocab_size) - torch.xlogy(confidence, confidence) - torch.xlogy(others, others)
+
+
+def _host_rows(
+    seekers: Mapping[int, Seeker], logits: torch.Tensor, proposal: Proposal, block: Block
+) -> dict[int, tuple[Seeker, BlockRow]]:
+    # A path may come from anywhere, if its request does.
+    path = torch.where((block.path >= 0) & (block.path < logits.shape[2]), block.path, -1)
+    own = logits.gather(2, path.clamp(min=0).unsqueeze(2)).squeeze(2) - logits.amax(2)
+    likely = own.exp() / proposal.mass
+    columns = (block.starts, block.ids, block.known, proposal.tokens, proposal.confidence, path, likely)
     values = [column.tolist() for column in columns]
-    return {at: BlockRow(*(column[at] for column in values)) for at in rows}
+    return {at: (seeker, BlockRow(*(column[at] for column in values))) for at, seeker in seekers.items()}

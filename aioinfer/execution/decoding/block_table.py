@@ -23,6 +23,7 @@ from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.execution.decoding.base import Guided, Transfer
 from aioinfer.execution.decoding.block_steering import BlockSteering
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.params import DiffusionParams
 from aioinfer.scheduling.step import NewRequestData
 
@@ -65,9 +66,10 @@ class BlockTable:
         device: torch.device,
         propose: Propose | None = None,
         edit_ids: tuple[int, int] | None = None,
+        grammars: GrammarWorker | None = None,
     ) -> None:
         """``propose``: kernels that propose tokens; None for torch's operations. ``edit_ids``: the model's
-        tokens that delete and split."""
+        tokens that delete and split. ``grammars``: the threads of searches; None: the caller's."""
         self._num_slots = num_slots
         self.mask_id = mask_id
         self.edit_ids = edit_ids
@@ -79,7 +81,7 @@ class BlockTable:
         self._table = self._blank.repeat(num_slots + 1, 1)
         records.block(self._table)[0].done.fill_(True)
         self._algorithms: dict[str, _Algorithm] = {}
-        self._steering = BlockSteering(records.size)
+        self._steering = BlockSteering(records.size, grammars or GrammarWorker(threaded=False))
 
     @property
     def words(self) -> int:
@@ -164,7 +166,9 @@ class BlockTable:
             if group.steered:
                 assert group.key is not None, "the slots of steered rows are known"
                 mine = mine.to(torch.float32, copy=True)
-                guide = self._steering.guide(np.frombuffer(group.key, np.int64).tolist())
+                guide = self._steering.guide(
+                    np.frombuffer(group.key, np.int64).tolist(), alone=len(groups) == 1
+                )
             entry.algorithm.step(mine, block, state, drawn=group.drawn, filtered=group.filtered, guide=guide)
             if guide is not None:
                 told |= zip(range(group.first, group.last), guide.told(), strict=True)

@@ -184,8 +184,10 @@ class BlockDecoding:
         *,
         synchronous: bool,
         kernels: bool = False,
+        grammars: GrammarWorker | None = None,
     ) -> None:
-        """``kernels``: tokens are proposed by Triton's, not by torch's operations."""
+        """``kernels``: tokens are proposed by Triton's, not by torch's operations. ``grammars``: the threads
+        of searches; None: the caller's."""
         block_size, mask_id = _block(spec)
         self._spec = spec
         self._device = device
@@ -196,7 +198,8 @@ class BlockDecoding:
             from aioinfer.diffusion import triton_proposal
 
             propose = triton_proposal.propose
-        self.table = BlockTable(num_slots, self._records, mask_id, device, propose, spec.edit_token_ids)
+        edits = spec.edit_token_ids
+        self.table = BlockTable(num_slots, self._records, mask_id, device, propose, edits, grammars)
 
     def warm_up(self) -> None:
         """Compile the kernels that rounds may need."""
@@ -330,7 +333,14 @@ class BlockKind:
         if (config.max_rounds or 1) > 1 and not synchronous:
             raise ConfigError(f"max_rounds is {config.max_rounds}; on {device.type} a step has one round")
         kernels = choose_proposing(device, config.sampling_backend).name == "triton"
-        return BlockDecoding(self._spec, config.num_slots, device, synchronous=synchronous, kernels=kernels)
+        return BlockDecoding(
+            self._spec,
+            config.num_slots,
+            device,
+            synchronous=synchronous,
+            kernels=kernels,
+            grammars=grammars,
+        )
 
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:
         """Each number up to 8, and then four per doubling. A row is a whole block of tokens, so padding
