@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -132,9 +133,11 @@ class Algorithm(ABC):
         asked = self.asked(block, state, writable, drawn, filtered)
         if guide is not None:
             guide.adjust(logits, asked, block)
-        proposal = self._propose(logits, asked)
+        proposal, choices = self._propose(logits, asked), block
         if guide is not None:
             writable = guide.steer(logits, asked, proposal, block) & writable
+            # A position that is not written now takes no share of what a round writes.
+            choices = replace(block, editable=block.editable & (writable | block.known))
         waits = None if guide is None else guide.waits
         if waits is not None:
             # As if they were done, for a while.
@@ -142,7 +145,7 @@ class Algorithm(ABC):
             live, writable = live & ~waits, writable & ~waits.unsqueeze(1)
             block.done |= waits
         broken = (writable & ~proposal.valid).any(1)
-        where = self.choose(proposal, block, state) & writable & ~broken.unsqueeze(1)
+        where = self.choose(proposal, choices, state) & writable & ~broken.unsqueeze(1)
         block.write_(where, proposal.tokens, proposal.logprobs)
         block.failed |= broken
         block.done |= broken | self.finished(block, state)

@@ -82,6 +82,8 @@ class RowsGuide:
         self._turns = turns
         self._alone = alone and len(self._seekers) == len(rows)
         self.waits: torch.Tensor | None = None
+        #: where this round may write; None: anywhere
+        self._writable: torch.Tensor | None = None
 
     def adjust(self, logits: torch.Tensor, asked: Asked, block: Block) -> None:
         self._adjusting.adjust(logits, asked, block)
@@ -98,6 +100,7 @@ class RowsGuide:
                 alone = self._alone and len(rows) == len(sound)
                 found = self._turns.find(rows, logits, asked, alone=alone)
                 writable, self.waits = _propose_paths(found, logits, asked.mask_id, proposal, block)
+                self._writable = writable
         self._adjusting.judge(logits, asked, proposal)
         return writable
 
@@ -106,6 +109,10 @@ class RowsGuide:
         starts, ids, known = (column.tolist() for column in (block.starts, block.ids, block.known))
         for at, seeker in self._seekers.items():
             seeker.search.take(starts[at], ids[at], known[at])
+        if self._writable is not None and self.waits is not None:
+            # All of its path is written: behind that, rounds would go on in vain.
+            left = block.masked
+            block.done |= left.any(1) & ~(left & self._writable).any(1) & ~self.waits
 
     def told(self) -> list[Guided]:
         """What the host is told of each row after the round."""
