@@ -64,6 +64,7 @@ ONE_LOOP = (
     "tests/bench/",
     "tests/model/",
     "tests/checkpoint/test_smollm2.py",
+    "tests/engine/test_block_battery.py",
     "tests/engine/test_block_models.py",
     "tests/engine/test_bundled_model.py",
     "tests/engine/test_deterministic.py",

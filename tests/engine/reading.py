@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer import errors
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
 from aioinfer.request import Output
 from aioinfer.stream import Stream
+from aioinfer.text.grammar import Compiler
 from tests.engine.processors import is_broken
 
 if TYPE_CHECKING:
     from tests.engine.worlds import World
 
-__all__ = ["Injected", "Reading", "outcome_of", "weights_of"]
+__all__ = ["Injected", "Reading", "outcome_of", "replay", "weights_of"]
 
 
 class Injected(RuntimeError):
@@ -76,8 +77,10 @@ def outcome_of(
     match error:
         case errors.ProcessorFailed() | errors.ConstraintFailed():
             return reading.failed(error)
+        case errors.InvalidRequest() if not restored:
+            assert error.field in reading.params.constraints, error
+            return ("refused",)
         case errors.InvalidRequest():
-            assert restored
             assert error.field == "checkpoint"
             assert reading.params.masked, "nothing else refuses what there is"
             return ("refused",)
@@ -108,3 +111,13 @@ def weights_of(output: Output) -> list[int]:
     for end, _, version in [*output.switches, (len(output.token_ids), 0, output.weight_version)]:
         found += [version] * (end - len(found))
     return found[: len(output.token_ids)]
+
+
+def replay(compiler: Compiler, grammar: Grammar, ids: list[int], *, ended: bool) -> None:
+    """A fresh matcher accepts every token, and nothing but the end comes after the end."""
+    matcher = compiler.matcher(grammar)
+    for at, token in enumerate(ids):
+        assert not (matcher.stopped and at < len(ids) - 1)
+        assert matcher.accept(token), (at, matcher.error)
+    assert matcher.error is None
+    assert matcher.stopped or not ended

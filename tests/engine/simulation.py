@@ -19,6 +19,7 @@ from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.rates import TransferRates
 from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
+from tests.engine.guided_blocks import make_constrained_world
 from tests.engine.holding import hold_and_commit, through_a_session
 from tests.engine.laws import LawChecker, watch
 from tests.engine.processors import CALLER
@@ -400,19 +401,20 @@ def simulate(
 
 def main() -> None:
     """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes. With ``--diffusion``,
-    of a diffusion model; with ``--stores``, of engines that find most of what they forget in a store; with
-    ``--steered``, of requests with logits processors; with ``--branches``, of streams that are forked,
-    rewound and injected into."""
+    of a diffusion model; with ``--constrained``, of one whose requests have grammars; with ``--stores``, of
+    engines that find most of what they forget in a store; with ``--steered``, of requests with logits
+    processors; with ``--branches``, of streams that are forked, rewound and injected into."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lifetimes", type=int, default=100_000)
     parser.add_argument("--per-world", type=int, default=80)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--diffusion", action="store_true")
+    parser.add_argument("--constrained", action="store_true")
     parser.add_argument("--stores", action="store_true")
     parser.add_argument("--steered", action="store_true")
     parser.add_argument("--branches", action="store_true")
     options = parser.parse_args()
-    if options.diffusion and (options.steered or options.branches):
+    if (options.diffusion or options.constrained) and (options.steered or options.branches):
         parser.error("--diffusion has no oracle for processors and branches")
     started = time.perf_counter()
     counts: Counter[str] = Counter()
@@ -421,6 +423,8 @@ def main() -> None:
     steered: Counter[str] = Counter()
     worlds = -(-options.lifetimes // options.per_world)
     make: MakeWorld = make_block_world if options.diffusion else make_world
+    if options.constrained:
+        make = make_constrained_world
     if options.stores:
         make = with_store(make)
     if options.steered:

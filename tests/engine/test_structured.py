@@ -16,6 +16,7 @@ from aioinfer.engine import Engine
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text.grammar import Compiler
 from tests.engine.conftest import MakeEngine
+from tests.engine.reading import replay
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
 from tests.tiers import SECONDS, grid, rest
@@ -50,16 +51,6 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
         case "anyOf":
             return {"anyOf": [random_schema(rng, depth + 1) for _ in range(2)]}
     return {"type": kind}
-
-
-def replay(compiler: Compiler, grammar: Grammar, ids: list[int], *, ended: bool) -> None:
-    """A fresh matcher accepts every token, and nothing but the end comes after the end."""
-    matcher = compiler.matcher(grammar)
-    for at, token in enumerate(ids):
-        assert not (matcher.stopped and at < len(ids) - 1)
-        assert matcher.accept(token), (at, matcher.error)
-    assert matcher.error is None
-    assert matcher.stopped or not ended
 
 
 @rest(SECONDS)

@@ -8,7 +8,7 @@ from typing import Any
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
 from aioinfer.text.detokenizer import Detokenizer
 
-__all__ = ["ToyTokenizer"]
+__all__ = ["ByteTokenizer", "ToyTokenizer"]
 
 
 class ToyTokenizer:
@@ -49,12 +49,42 @@ class ToyTokenizer:
     def for_grammars(self) -> Any:
         import llguidance
 
-        return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
+        pieces = [b"<end>", *(piece.encode() for piece in self._pieces[1:])]
+        return llguidance.TokenizerWrapper(_ToyVocabulary(pieces))
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         if self._looks_up:
             return ByteLevelDetokenizer(TokenTexts([*self._pieces], {}), prompt_ids)
         return _ToyDetokenizer(self._pieces)
+
+
+class ByteTokenizer(ToyTokenizer):
+    """A token for every byte, some for several, and the mask: texts of any kind, JSON for example."""
+
+    def __init__(self) -> None:
+        parts = ['{"', '": ', ", ", "true", "null", "ab", "日本", " the", '"}', "12"]
+        single = [bytes([value]) for value in range(256)]
+        self._bytes = [b"", *single, *(part.encode() for part in parts), b""]
+        super().__init__(1)
+        self.vocab_size = len(self._bytes)
+        self.longest_token = max(map(len, self._bytes))
+
+    def encode(self, text: str) -> list[int]:
+        return [1 + value for value in text.encode()]
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        return b"".join(self._bytes[token] for token in ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes[token_id]
+
+    def for_grammars(self) -> Any:
+        import llguidance
+
+        return llguidance.TokenizerWrapper(_ToyVocabulary([b"<end>", *self._bytes[1:-1], b"<mask>"]))
+
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        return ByteLevelDetokenizer(TokenTexts.of(self._bytes), prompt_ids)
 
 
 class _ToyVocabulary:
@@ -64,8 +94,8 @@ class _ToyVocabulary:
     bos_token_id = None
     special_token_ids = (0,)
 
-    def __init__(self, pieces: list[str]) -> None:
-        self.tokens = [b"<end>", *(piece.encode() for piece in pieces[1:])]
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens = tokens
 
     def __call__(self, text: bytes) -> list[int]:
         ids, rest = [], bytes(text)
