@@ -34,6 +34,7 @@ BENCHES = {
     "threads": "one LLM that several threads call: sums per second beside those of one thread, wrong ones",
     "embed": "embeddings against plain prefill, and chats beside embeddings",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
+    "constraints": "grammars on a diffusion model: speed at equal tokens per round, rounds, the guides",
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device",
     "parallel": "several engines as one: policies, cost of the dispatcher, failover",
     "sessions": "held, forked, saved and moved KV: restarts, turns, files, roles, llama.cpp's slots",

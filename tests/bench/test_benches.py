@@ -162,6 +162,7 @@ def run(name: str, options: str, tmp_path: Path) -> dict[str, Any]:
             ("weights", "--shape tiny --updates 1 --streams 2 --threads 1", 2),
             ("threads", "--callers 1 2 --sums 4 --rounds 2", 2),
             ("serving", "--requests 8 --concurrency 4 --threads 1 --output-tokens uniform:2:6", 4),
+            ("constraints", "--concurrency 1 2 --rounds 1 --requests 2 --per-client 1", 10),
             (
                 "diffusion",
                 "--shape tiny --concurrency 1 --fresh 0 1 --rounds 1 --requests 2 --per-client 1 "
