@@ -14,6 +14,7 @@ from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.decoding.base import Guided
 from aioinfer.execution.decoding.block_steering import BlockSteering
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import NewRequestData
 from tests.diffusion.adjusting import adjusted, raw_logprobs
@@ -128,7 +129,7 @@ def test_rounds_are_those_of_the_plain_definition(kind: str, algorithm: str) -> 
         case = make_case(algorithm, seed)
         asked = asking(case, options, random.Random(seed))
         denoiser = Denoiser.of(case)
-        steering = BlockSteering(case.size)
+        steering = BlockSteering(case.size, GrammarWorker(threaded=False))
         for slot, each in enumerate(asked):
             steering.admit(slot, each.data)
         denoiser.block.starts.copy_(torch.tensor([row.start for row in case.rows]))
@@ -141,7 +142,7 @@ def test_rounds_are_those_of_the_plain_definition(kind: str, algorithm: str) -> 
             for number, each in enumerate(asked):
                 if not case.rows[number].done:
                     step_as_written_down(case, number, each, tops[number])
-            guide = steering.guide(range(len(asked)))
+            guide = steering.guide(range(len(asked)), alone=True)
             denoiser.algorithm.step(logits, denoiser.block, denoiser.state, guide=guide)
             for number, (row, told) in enumerate(zip(case.rows, guide.told(), strict=True)):
                 found = seen(denoiser.block, number)
@@ -156,7 +157,7 @@ def test_rounds_are_those_of_the_plain_definition(kind: str, algorithm: str) -> 
 
 def step_once(params: SamplingParams, logits: torch.Tensor, **data: Any) -> tuple[list[int], bool, bool]:
     """Ids after a round over one block of 4 masks, whether it failed, and whether nothing was allowed."""
-    steering = BlockSteering(4)
+    steering = BlockSteering(4, GrammarWorker(threaded=False))
     begun = {"prompt_ids": [], "output_ids": [], **data}
     steering.admit(1, NewRequestData(params, 0, frozenset(STOPS), **begun))
     case = make_case("low_confidence", 0)
@@ -165,7 +166,7 @@ def step_once(params: SamplingParams, logits: torch.Tensor, **data: Any) -> tupl
     case.rows[0].params = {"threshold": 0.0}
     case.rows[0].sampling = {"temperature": 0.0, "seed": 0}
     denoiser = Denoiser.of(case)
-    guide = steering.guide([1])
+    guide = steering.guide([1], alone=True)
     denoiser.algorithm.step(logits.clone().unsqueeze(0), denoiser.block, denoiser.state, guide=guide)
     return denoiser.block.ids[0].tolist(), bool(denoiser.block.failed), guide.told()[0].exhausted
 
@@ -193,6 +194,6 @@ def test_the_alternatives_of_a_block_go_on_from_where_it_was_left() -> None:
     begun = BlockState(
         **{name: getattr(begun, name) for name in begun.__slots__} | {"tops": [((5, -1.0),), ()]}
     )
-    steering = BlockSteering(2)
+    steering = BlockSteering(2, GrammarWorker(threaded=False))
     steering.admit(1, NewRequestData(params, 0, frozenset(), [], [], resume=begun))
-    assert steering.guide([1]).told() == [Guided([((5, -1.0),), ()], exhausted=False)]
+    assert steering.guide([1], alone=True).told() == [Guided([((5, -1.0),), ()], exhausted=False)]

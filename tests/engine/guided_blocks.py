@@ -16,6 +16,7 @@ import torch
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.execution.decoding.block_steering import BlockSteering
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.loop.preparing import Preparing
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
@@ -152,16 +153,20 @@ def decode(
                 mine,
                 [found[row] for row in rows],
                 longest,
-                _steering(mine, device, preparing),
+                _steering(mine, device, preparing, longest),
             )
     return found
 
 
-def _steering(asked: Sequence[Asked], device: ScriptedDevice, preparing: Preparing) -> BlockSteering:
-    steering = BlockSteering(device.block_size)
+def _steering(
+    asked: Sequence[Asked], device: ScriptedDevice, preparing: Preparing, longest: int
+) -> BlockSteering:
+    steering = BlockSteering(device.block_size, GrammarWorker(1000.0, threaded=False))
     for row, (prompt, params) in enumerate(asked):
         grammar = preparing.complete(prompt, params, _ends(params)).grammar
-        steering.admit(row, NewRequestData(params, params.seed or 0, _ends(params), prompt, (), grammar))
+        most = min(longest, len(prompt) + (longest if params.max_tokens is None else params.max_tokens))
+        data = NewRequestData(params, params.seed or 0, _ends(params), prompt, (), grammar, max_length=most)
+        steering.admit(row, data)
     return steering
 
 
@@ -188,7 +193,10 @@ def _decode(
     before = torch.tensor([_hash(device, prompt) for prompt, _ in asked])
     live = list(range(len(asked)))
     while live:
-        cls(mask_id).step(script.logits(before, block.ids), block, state, guide=steering.guide(live))
+        cls(mask_id).step(
+            script.logits(before, block.ids), block, state, guide=steering.guide(live, alone=True)
+        guide = steering.guide(live, alone=True)
+        cls(mask_id).step(script.logits(before, block.ids), block, state, guide=guide)
         assert int(block.rounds.max()) <= _MOST_ROUNDS, "a block does not get done"
         going = [
             not done or _extend(found[row], block, at, *asked[row], longest)
