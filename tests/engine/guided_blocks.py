@@ -193,8 +193,6 @@ def _decode(
     before = torch.tensor([_hash(device, prompt) for prompt, _ in asked])
     live = list(range(len(asked)))
     while live:
-        cls(mask_id).step(
-            script.logits(before, block.ids), block, state, guide=steering.guide(live, alone=True)
         guide = steering.guide(live, alone=True)
         cls(mask_id).step(script.logits(before, block.ids), block, state, guide=guide)
         assert int(block.rounds.max()) <= _MOST_ROUNDS, "a block does not get done"
