@@ -119,7 +119,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
         deterministic=config.deterministic,
     )
     model = inspect_model(config.model_path, options)
-    attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend, Progress())
+    canvas, wanted = model.blocks is not None and model.blocks.canvas, config.attention_backend
+    attention = choose_attention(device, model.head_dims, model.dtype, wanted, Progress(), canvas=canvas)
     check_kv_dtype(config.kv_dtype, attention)
     layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"
@@ -173,6 +174,8 @@ def _diffusion(config: EngineConfig, model: ModelInfo) -> list[Finding]:
     if model.blocks is None:
         return []
     text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
+    if model.blocks.canvas:
+        text = f"canvases of {model.blocks.size}"
     return [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.model.canvas import Canvas
     from aioinfer.model.state import RowStates
 
 __all__ = ["Batch"]
@@ -56,5 +57,7 @@ class Batch:
     adapters: torch.Tensor | None = None
     #: ``adapters`` on the host
     adapter_slots: list[int] | None = None
+    #: of a model with canvases, those of the step; None for other models
+    canvas: Canvas | None = None
     #: state that the attention kernel computes once for all layers of the step (masks, page lists)
     attention_plan: object | None = None

@@ -12,13 +12,16 @@ __all__ = ["Blocks", "choose_blocks"]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A model that generates ``size`` positions at a time. Unknown positions hold the mask token."""
+    """A model that generates ``size`` positions at a time. Unknown positions hold the mask token, or, where
+    blocks are canvases, random ones."""
 
     #: positions of a block, a power of two
     size: int
     mask_token_id: int
     #: tokens that delete a position and that split it in two (LLaDA2.2); None: the model has none
     edit_token_ids: tuple[int, int] | None = None
+    #: see :attr:`~aioinfer.model.spec.ModelSpec.canvas`; there is no mask token then, and its id is not read
+    canvas: bool = False
 
 
 def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks:
@@ -33,11 +36,14 @@ def choose_blocks(config: Any, usual: Blocks, size: int | None = None) -> Blocks
         ConfigError: if the size is no power of two, or a token is outside the vocabulary or has two meanings.
     """
     name = config.architectures[0]
-    stated = getattr(config, "block_size", None)
-    source = "block_size" if size is not None or stated is None else "the config's block_size"
+    field = "canvas_length" if usual.canvas else "block_size"
+    stated = getattr(config, field, None)
+    source = "block_size" if size is not None or stated is None else f"the config's {field}"
     size = next(value for value in (size, stated, usual.size) if value is not None)
     if not _is_count(size) or size < 1 or size & (size - 1):
         raise ConfigError(f"model: {source} of {name} must be a power of two, got {size!r}")
+    if usual.canvas:
+        return Blocks(size, usual.mask_token_id, canvas=True)
     mask = getattr(config, "mask_token_id", None)
     if mask is None:
         mask = usual.mask_token_id

@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.slots import TorchAdapters
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
-from aioinfer.model.layer import Trunk
+from aioinfer.model.layer import Layer, Trunk
 from aioinfer.model.linear import Linear, TorchLinear
 from aioinfer.model.mixers.base import MixerStep
 from aioinfer.model.norm import Norm
@@ -94,8 +94,9 @@ class Decoder:
                 hidden = hidden + delta
                 output = layer.per_layer(hidden, vectors[:, index])
                 delta = self._post_norm(output, layer.per_layer.post_norm)
-            if layer.scale != 1.0:
-                hidden, delta = (hidden + delta) * layer.scale, None
+            scale = self._scale(layer, batch)
+            if not isinstance(scale, float) or scale != 1.0:
+                hidden, delta = (hidden + delta) * scale, None
         if batch.hidden_rows is not None:
             batch.hidden = self._last_norm(hidden, delta, batch.hidden_rows).float()
         if not len(batch.logits_rows):
@@ -147,6 +148,10 @@ class Decoder:
         if embedding.positions is not None:
             hidden = hidden + F.embedding(batch.positions, embedding.positions)
         return hidden
+
+    def _scale(self, layer: Layer, batch: Batch) -> float | torch.Tensor:
+        """The factor of the residual after a layer; of each token, [T, 1]."""
+        return layer.scale
 
     def _add_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None

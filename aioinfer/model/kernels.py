@@ -59,26 +59,30 @@ def choose_attention(
     dtype: torch.dtype,
     wanted: AttentionBackend = "auto",
     progress: Progress | None = None,
+    *,
+    canvas: bool = False,
 ) -> Backend:
     """The backend of attention: "triton", "flashinfer" (FlashInfer for prefill rows, Triton for the rest),
     "native" or "sdpa" (torch's own kernels).
 
     "auto" is Triton on a CUDA device for which it compiles, native kernels on a CPU where a compiler is
-    found, else "sdpa". ``head_dims``: sizes of the heads of all layers.
-    ``progress`` reports the compilation of native kernels.
+    found, else "sdpa", which models with a ``canvas`` always have. ``head_dims``: sizes of the heads of all
+    layers. ``progress`` reports the compilation of native kernels.
 
     Raises ConfigError if ``wanted`` cannot run. Triton runs on a CPU in its interpreter only, about a
     thousand times slower: for tests.
     """
+    reasons = {
+        "triton": lambda: _triton_unsupported(device, head_dims, dtype),
+        "flashinfer": lambda: _flashinfer_unsupported(device, head_dims, dtype),
+        "native": lambda: _native_unsupported(device, head_dims, dtype, progress),
+    }
+    if canvas:
+        reasons = dict.fromkeys(reasons, lambda: "canvases are computed by torch's operations")
     return choose_backend(
         "attention_backend",
         wanted,
-        {
-            "triton": lambda: _triton_unsupported(device, head_dims, dtype),
-            "flashinfer": lambda: _flashinfer_unsupported(device, head_dims, dtype),
-            "native": lambda: _native_unsupported(device, head_dims, dtype, progress),
-            "sdpa": lambda: None,
-        },
+        {**reasons, "sdpa": lambda: None},
         _ATTENTION.get(device.type, ("sdpa",)),
         device,
     )

@@ -12,7 +12,7 @@ from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 
-__all__ = ["Embedding", "Layer", "Trunk"]
+__all__ = ["Embedding", "Layer", "SelfConditioning", "Trunk"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,6 +32,8 @@ class Layer:
     per_layer: PerLayerPart | None = None
     #: factor of the residual after all parts
     scale: float = 1.0
+    #: that of tokens of a canvas, where they have one of their own
+    canvas_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,17 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class SelfConditioning:
+    """The input of a canvas besides its tokens: the last round's distribution of each position, as a vector
+    (Chen et al., arXiv 2208.04202)."""
+
+    norm: Norm
+    mlp: FeedForward
+    #: of the sum with the vectors of tokens
+    post_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class Trunk:
     """A decoder without the vectors of tokens and the head."""
 
@@ -56,3 +69,5 @@ class Trunk:
     norm: Norm
     #: logits become ``logit_cap * tanh(logit / logit_cap)``; None for none
     logit_cap: float | None
+    #: None in a model without canvases
+    conditioning: SelfConditioning | None = None

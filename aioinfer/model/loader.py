@@ -122,7 +122,9 @@ class _Own:
         self.opened, self.family, self.options = opened, family, options
         self.progress, self.check_size = progress, check_size
         config, dtype, device = opened.config, opened.dtype, options.device
-        self.attention = choose_attention(device, head_dims(config, family), dtype, options.kernels, progress)
+        canvas = opened.blocks is not None and opened.blocks.canvas
+        heads = head_dims(config, family)
+        self.attention = choose_attention(device, heads, dtype, options.kernels, progress, canvas=canvas)
         self.layers = choose_layers(self.attention, family.inner_sizes(config))
         shape, native = expert_shape(family, config), self.layers.name == "native"
         self.experts = (

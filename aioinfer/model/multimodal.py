@@ -37,6 +37,8 @@ class Wrapper(NamedTuple):
     model_type: str | None = None
     #: fields of the text model's config that its class does not have, because they are always the same
     fields: Mapping[str, Any] = MappingProxyType({})
+    #: the text model is no causal one of transformers, and goes by the name of the wrapper
+    own: bool = False
 
 
 _VISUAL = ("visual.",)
@@ -46,6 +48,18 @@ _TOWER = ("vision_tower.", "multi_modal_projector.")
 _EMBED = ("embed_vision.", "embed_audio.")
 #: facts by architecture
 WRAPPERS = {
+    # Both of its passes have the same weights; of the encoder, files have the scales of layers alone.
+    "DiffusionGemmaForBlockDiffusion": Wrapper(
+        ("encoder.vision_tower.", "encoder.embed_vision."),
+        None,
+        {
+            "enable_moe_block": True,
+            "attention_k_eq_v": True,
+            "use_double_wide_mlp": False,
+            "num_kv_shared_layers": 0,
+        },
+        own=True,
+    ),
     "Gemma3ForConditionalGeneration": Wrapper(_TOWER),
     "Gemma4ForConditionalGeneration": Wrapper(("vision_tower.", "audio_tower.", *_EMBED)),
     "Gemma4UnifiedForConditionalGeneration": Wrapper(("vision_embedder.", *_EMBED)),
@@ -64,6 +78,8 @@ WRAPPERS = {
 #: prefix that fits counts
 _PREFIXES = (
     ("model.language_model.", "model."),
+    ("model.decoder.", "model."),
+    ("model.encoder.language_model.", "model.encoder."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
@@ -102,12 +118,16 @@ def _config(outer: Any, text: Any, wrapper: Wrapper, quantisation: Any) -> Any:
 
     model_type = wrapper.model_type or text.model_type
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if not isinstance(architecture, str) or not architecture.endswith("ForCausalLM"):
+    if wrapper.own:
+        architecture = outer.architectures[0]
+    elif not isinstance(architecture, str) or not architecture.endswith("ForCausalLM"):
         raise ConfigError(
             f"model: the text model of {outer.architectures[0]} is a {shown(model_type)}, "
             "which is no causal language model of transformers"
         )
     fields = {**text.to_dict(), **wrapper.fields, "architectures": [architecture]}
+    if wrapper.own:
+        fields["canvas_length"] = outer.canvas_length
     rope = fields.get("rope_parameters") or {}
     fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _MROPE}
     # transformers asks the outer config first, and of the head no other.

@@ -7,6 +7,7 @@ from typing import Any
 from aioinfer.errors import ConfigError
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family
+from aioinfer.model.families.diffusion_gemma import DiffusionGemma
 from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
 from aioinfer.model.families.gemma4 import Gemma4
 from aioinfer.model.families.gpt2 import GPT2
@@ -89,6 +90,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
         frozenset({"sdar_moe"}),
         LlamaLike("config", qk_norm="heads", windows="all", experts="config", blocks=_SDAR),
     ),
+    "DiffusionGemmaForBlockDiffusion": (frozenset({"diffusion_gemma_text"}), DiffusionGemma()),
     "LLaDA2MoeModelLM": (frozenset({"llada2_moe", "llada2_moe_veomni"}), LLaDA2()),
 }
 

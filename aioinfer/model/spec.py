@@ -57,6 +57,10 @@ class ModelSpec:
     mask_token_id: int | None = None
     #: tokens that delete a position of a block and that split it in two; None: the model has none
     edit_token_ids: tuple[int, int] | None = None
+    #: blocks are canvases (DiffusionGemma): they begin right behind the prompt, unknown positions hold random
+    #: tokens, and the keys and values of final tokens are those of a causal pass, see
+    #: :class:`~aioinfer.model.canvas.Canvas`
+    canvas: bool = False
     #: name of the backend of the layers between attention, and why it; empty if they are transformers' own
     layer_kernels: str = ""
     layer_reason: str = ""

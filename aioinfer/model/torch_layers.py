@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from aioinfer.model.adapters.slots import TorchAdapters
+from aioinfer.model.canvas_decoder import CanvasDecoder
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.float8_linear import Float8Layers
 from aioinfer.model.gates import Gate
@@ -68,4 +69,5 @@ class TorchLayers(LayerKernels):
         to_logits = self._make_linear(vectors if head is words else head.view(), None)
         variance = variant_part(trunk) if self._invariant else "products of layers"
         adapters, reason = self._adapters, "" if self._adapters else "max_lora_rank is 0"
-        return Decoder(spec, trunk, vectors, to_logits, self.operations, adapters, reason, variance=variance)
+        kind = Decoder if trunk.conditioning is None else CanvasDecoder
+        return kind(spec, trunk, vectors, to_logits, self.operations, adapters, reason, variance=variance)

@@ -132,7 +132,8 @@ class SDPAAttention:
         shape = self._pool.key_cells[layer].shape[1:]
         plan = plans.get((params, shape))
         if plan is None:
-            plan = plans[params, shape] = self._plan(batch, params, shape)
+            make = self._plan if batch.canvas is None else self._plan_canvases
+            plan = plans[params, shape] = make(batch, params, shape)
         if len(plan.groups) == 1 and not plan.chunks:
             return self._together(layer, q, plan.groups[0], params, sinks)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -234,9 +235,7 @@ class SDPAAttention:
             for row in mixed
         ]
         needed = max([len(rows) * context for rows, context in groups] + reaches)
-        buffers = self._scratch
-        if needed * width > len(buffers[0]):
-            buffers = [buffer.new_empty(needed * width) for buffer in buffers]
+        buffers = self._buffers(needed * width)
         starts = list(itertools.accumulate(batch.q_lens, initial=0))
         return _Plan(
             [
@@ -250,6 +249,30 @@ class SDPAAttention:
                 for row, reach in zip(mixed, reaches, strict=True)
             ],
         )
+
+    def _plan_canvases(self, batch: Batch, params: AttentionParams, shape: torch.Size) -> _Plan:
+        """Row by row: which tokens see what comes after them, only the device knows."""
+        canvas, window, chunks = batch.canvas, params.window, []
+        assert canvas is not None
+        rows = list(zip(itertools.accumulate(batch.q_lens), batch.q_lens, batch.kv_lens, strict=True))
+        firsts = [0 if window is None else max(0, kv - length + 1 - window) for _, length, kv in rows]
+        needed = max(kv - first for first, (_, _, kv) in zip(firsts, rows, strict=True))
+        buffers = self._buffers(needed * shape.numel())
+        for row, (first, (stop, length, kv)) in enumerate(zip(firsts, rows, strict=True)):
+            at = slice(stop - length, stop)
+            positions = torch.arange(first, kv, device=batch.block_table.device)
+            seen = positions < canvas.ends[at].unsqueeze(1)
+            if window is not None:
+                seen &= positions > canvas.anchors[at].unsqueeze(1) - window
+            table = batch.block_table[row : row + 1]
+            chunks.append(_Chunk(at, self._context(table, positions.unsqueeze(0), shape, buffers), seen))
+        return _Plan([], chunks)
+
+    def _buffers(self, elements: int) -> list[torch.Tensor]:
+        """Memory to gather so many elements of keys, and of values."""
+        if elements <= len(self._scratch[0]):
+            return self._scratch
+        return [buffer.new_empty(elements) for buffer in self._scratch]
 
     def _plan_group(
         self,

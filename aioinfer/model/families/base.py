@@ -14,7 +14,7 @@ from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.gates import Gate
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.layer import Embedding, Layer, Trunk
+from aioinfer.model.layer import Embedding, Layer, SelfConditioning, Trunk
 from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.self_attention import SelfAttention
@@ -227,6 +227,10 @@ class Family(Protocol):
         """The soft cap of logits; None for none."""
         return None
 
+    def canvas(self, source: Source) -> SelfConditioning | None:
+        """What canvases read besides their tokens; None in a model without canvases."""
+        return None
+
 
 def build_decoder(
     generation_config: Mapping[str, Any],
@@ -256,7 +260,7 @@ def build_decoder(
     words = StoredMatrix(weights, [name], [vocabulary], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
     norm = family.final_norm(source)
-    trunk = Trunk(family.embedding(source), layers, norm, family.logit_cap(config))
+    trunk = Trunk(family.embedding(source), layers, norm, family.logit_cap(config), family.canvas(source))
     # Some configs say so of a head of its own; as in transformers, the weights decide.
     tied = config.tie_word_embeddings and not weights.differs("lm_head.weight", f"{name}.weight")
     head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
@@ -274,6 +278,7 @@ def build_decoder(
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
         edit_token_ids=blocks.edit_token_ids if blocks else None,
+        canvas=blocks is not None and blocks.canvas,
         states=tuple(source.states),
     )
     return kernels.decoder(spec, trunk, words, head)
