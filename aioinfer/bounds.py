@@ -51,6 +51,10 @@ BOUNDS: Mapping[str, Bounds] = {
     "penalty": Bounds(0.0, 100.0),
     "factor": Bounds(0.0, 1000.0, low_open=True),
     "entropy_bound": Bounds(0.0, 1000.0),
+    "t_min": Bounds(0.0, 100.0, low_open=True),
+    "t_max": Bounds(0.0, 100.0, low_open=True),
+    "stability_threshold": _whole(0, _MAX_ROUNDS),
+    "confidence_threshold": Bounds(0.0, 1000.0),
     # values of logit_bias, and ids of tokens wherever they are
     "bias": Bounds(-100.0, 100.0),
     "token_id": _whole(0, 2**31 - 1),

@@ -319,7 +319,8 @@ class DiffusionParams:
 
     Attributes:
         algorithm: ``low_confidence``, ``joint_threshold``, ``joint_threshold_indel``, ``static_steps``,
-            ``factor`` or ``entropy_bound``; not set: the engine's ``diffusion_algorithm``.
+            ``factor`` or ``entropy_bound``, and for canvases ``renoise``; not set: the engine's
+            ``diffusion_algorithm``, or what the model has.
         threshold: tokens proposed with more confidence than this are written in the same round, in [0, 1].
             At 1, each round writes one token. This one, ``steps`` and ``edit_threshold``, not set: the
             engine's ``diffusion_threshold`` and so on.
@@ -333,6 +334,11 @@ class DiffusionParams:
             more of them, and 1 is the bound of the paper.
         entropy_bound: maximum sum of the entropies of the tokens written in one round, its last token
             excluded, in nats, in [0, 1000].
+        t_min: temperature of the last of ``steps`` rounds of ``renoise``, in (0, 100].
+        t_max: what the temperature falls from by equal steps, in (0, 100].
+        stability_threshold: rounds in a row after which the likeliest tokens have to be the same, for a
+            canvas to end.
+        confidence_threshold: mean entropy of the positions below which a canvas ends, in nats, in [0, 1000].
         draft: chunks of the stream include the known tokens of the unfinished block.
     """
 
@@ -344,6 +350,10 @@ class DiffusionParams:
     penalty: float | None = None
     factor: float | None = None
     entropy_bound: float | None = None
+    t_min: float | None = None
+    t_max: float | None = None
+    stability_threshold: int | None = None
+    confidence_threshold: float | None = None
     draft: bool = False
 
     def __post_init__(self) -> None:

@@ -44,6 +44,10 @@ class Algorithm(ABC):
     moves: ClassVar[bool] = False
     #: whether a written token is never replaced: then the known prefix of a block can be streamed at once
     monotone: ClassVar[bool] = True
+    #: whether it is for canvases (DiffusionGemma): a model has either these or blocks of masks
+    canvas: ClassVar[bool] = False
+    #: whether grammars, biases and penalties can be applied to what it proposes
+    steerable: ClassVar[bool] = True
     #: whether :meth:`choose` looks at the entropy of positions
     needs_entropy: ClassVar[bool] = False
 

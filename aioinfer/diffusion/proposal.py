@@ -12,7 +12,8 @@ from aioinfer.diffusion.block import Rows
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel
 
-__all__ = ["Asked", "Proposal", "Propose", "lower_", "noise_positions", "propose", "weigh"]
+__all__ = ["Asked", "Proposal", "Propose"]
+__all__ += ["entropies", "likeliest", "lower_", "noise_keys", "noise_positions", "propose", "total", "weigh"]
 
 _NEVER = float("-inf")
 #: lower temperatures are raised to this one, as in the sampler
@@ -72,7 +73,12 @@ Propose: TypeAlias = Callable[[torch.Tensor, Asked], Proposal]
 
 def noise_positions(asked: Asked) -> torch.Tensor:
     """[R, B] int64: the positions that key the noise."""
-    return asked.positions + (asked.rounds << _ROUND_SHIFT).unsqueeze(1)
+    return noise_keys(asked.positions, asked.rounds)
+
+
+def noise_keys(positions: torch.Tensor, rounds: torch.Tensor) -> torch.Tensor:
+    """[R, B] int64: the positions that key the noise of positions [R, B] in rounds [R]."""
+    return positions + (rounds << _ROUND_SHIFT).unsqueeze(1)
 
 
 def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
@@ -88,10 +94,10 @@ def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
     if asked.lowered is not None:
         lower_(own, *asked.lowered)
     own[..., asked.mask_id] = _NEVER
-    best, tokens = _likeliest(own)
+    best, tokens = likeliest(own)
     valid = best.abs() < float("inf")
     relative = own.sub_(best.unsqueeze(2))
-    mass = _total(relative.exp())
+    mass = total(relative.exp())
     chosen, confidence = torch.zeros_like(mass), 1 / mass
     if asked.drawn:
         greedy = (sampling["temperature"] == 0).unsqueeze(1)
@@ -99,7 +105,7 @@ def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
         tokens = torch.where(greedy, tokens, at)
         confidence = torch.where(greedy, confidence, probability)
         chosen = relative.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    entropy = _entropy(relative, mass) if asked.entropy else None
+    entropy = entropies(relative, mass) if asked.entropy else None
     return Proposal(tokens, confidence, chosen - mass.log(), valid, mass, entropy)
 
 
@@ -128,7 +134,7 @@ def weigh(
     drawn = asked.drawn and bool(temperature > 0)
     if drawn:
         relative /= temperature.clamp(min=_MIN_TEMPERATURE)
-    logprobs = relative.double() - _total(relative.exp()).double().log().unsqueeze(1)
+    logprobs = relative.double() - total(relative.exp()).double().log().unsqueeze(1)
     if not drawn:
         return logprobs[:, tokens], None, None
     keys = noise_positions(asked)[0]
@@ -144,13 +150,14 @@ def lower_(logits: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> None:
     logits.scatter_add_(2, ids.clamp(min=0).unsqueeze(2), amounts.neg_())
 
 
-def _entropy(relative: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+def entropies(relative: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """Entropies [R, B] of distributions, from logits [R, B, V] relative to the largest and their mass."""
     probabilities = relative.exp().div_(mass.unsqueeze(2))
     # Not torch.special.entr, which torch compiles at its first call on CUDA.
-    return _total(torch.xlogy(probabilities, probabilities)).neg_()
+    return total(torch.xlogy(probabilities, probabilities)).neg_()
 
 
-def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit of [R, B, V] and its token, the lowest id among equals; an arbitrary one for NaN."""
     if logits.is_cuda:
         return logits.max(dim=2)
@@ -176,12 +183,12 @@ def _draw(
         scaled = scaled.masked_fill_(scaled < floor, _NEVER)
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=relative.device)
     tokens = gumbel(seeds, keys.reshape(-1), token_ids).add_(scaled).argmax(dim=1)
-    mass = _total(scaled.exp())
+    mass = total(scaled.exp())
     weights = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1).exp()
     return tokens.view(rows, size), (weights / mass).view(rows, size)
 
 
-def _total(weights: torch.Tensor) -> torch.Tensor:
+def total(weights: torch.Tensor) -> torch.Tensor:
     """The sum over the vocabulary, in float64 and rounded to float32: the order of summation, which may
     depend on the number of rows, then does not change the result."""
     rows = max(1, _CONVERTED // max(1, weights[:1].numel()))

@@ -23,7 +23,10 @@ def algorithm_class(name: str) -> type[Algorithm]:
     return found
 
 
-def usable_algorithms(edit_ids: tuple[int, int] | None) -> tuple[str, ...]:
-    """The algorithms that a model with these tokens that delete and split can have; imports torch."""
-    names = algorithm_names()
-    return names if edit_ids else tuple(name for name in names if not algorithm_class(name).moves)
+def usable_algorithms(edit_ids: tuple[int, int] | None, *, canvas: bool = False) -> tuple[str, ...]:
+    """The algorithms that a model with these tokens that delete and split can have, or one with canvases;
+    imports torch."""
+    found = {name: algorithm_class(name) for name in algorithm_names()}
+    return tuple(
+        name for name, each in found.items() if each.canvas == canvas and (edit_ids or not each.moves)
+    )

@@ -67,6 +67,8 @@ class DeviceInfo:
     mask_token_id: int | None = None
     #: of a diffusion model, tokens that delete a position and that split it in two; None: there are none
     edit_token_ids: tuple[int, int] | None = None
+    #: its blocks are canvases, which begin right behind the prompt
+    canvas: bool = False
     #: "own" for this package's code, "transformers" for its implementation over paged attention; and why that
     implementation: str = ""
     fallback_reason: str = ""
@@ -122,6 +124,12 @@ class DeviceInfo:
     #: the arithmetic: deterministic engines of one model where it is equal compute the same tokens and
     #: logprobs, to the bit
     numerics: str = ""
+
+    def block_start(self, known: int, prompt: int) -> int:
+        """Where the block of the position ``known`` begins, behind a prompt of so many tokens; of a diffusion
+        model."""
+        assert self.block_size is not None
+        return known - (known - prompt * self.canvas) % self.block_size
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """The config with what follows from the device, where it says nothing else."""

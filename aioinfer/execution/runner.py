@@ -58,6 +58,7 @@ class Runner:
         parts = packed.sections.split(transfer.send(packed.sections.ints))
         logits_rows, state = self.decoding.gather(packed, parts, transfer)
         batch = _batch(packed, parts, logits_rows)
+        batch.canvas = self.decoding.canvas
         if self.states is not None:
             slots = parts["slots"]
             read, write = parts.get("state_read", slots), parts.get("state_write", slots)

@@ -64,7 +64,11 @@ def step_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     four times."""
     per_token = 4 * (2 * 4 + 8) * spec.hidden_size
     rows = config.running_requests * spec.unit
-    return _STEP_BASE + config.step_tokens * per_token + 16 * rows * spec.vocab_size
+    # Of canvases, what stays in the slots.
+    kept = rows * spec.hidden_size * spec.dtype.itemsize if spec.canvas else 0
+    if spec.canvas:
+        rows = min(rows, config.step_tokens)
+    return _STEP_BASE + config.step_tokens * per_token + 16 * rows * spec.vocab_size + kept
 
 
 def check_pool(config: EngineConfig, pool_bytes: int, *, state_bytes: int = 0) -> None:

@@ -104,7 +104,8 @@ class TorchDevice:
                 # A row of a diffusion model is a whole block, with the logits of all of its positions.
                 wanted = by_memory(config, torch.cuda.mem_get_info(device)[1])
             config = fitted(decoding.fit(wanted), spec, device)
-            choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
+            wanted_kernels = config.attention_backend
+            choice = choose_attention(device, spec.head_dims, spec.dtype, wanted_kernels, canvas=spec.canvas)
             check_kv_dtype(config.kv_dtype, choice)
             choose = choose_proposing if spec.block_size else choose_sampling
             sampling = choose(device, config.sampling_backend)
@@ -165,6 +166,7 @@ class TorchDevice:
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
             edit_token_ids=spec.edit_token_ids,
+            canvas=spec.canvas,
             implementation="transformers" if spec.fallback_reason else "own",
             fallback_reason=spec.fallback_reason,
             dtype=str(spec.dtype).removeprefix("torch."),

@@ -33,7 +33,9 @@ class Checks:
         self._config = config
         self._info = info
         self._has_text = tokenizer is not None
-        self._generation = generation(info.block_size, edits=info.edit_token_ids is not None)
+        self._generation = generation(
+            info.block_size, edits=info.edit_token_ids is not None, canvas=info.canvas
+        )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output."""
@@ -107,7 +109,8 @@ class Checks:
                 "pooling",
                 f"the hidden states of {prompt_tokens} tokens are {floats} numbers: {_MOST_FLOATS} at most",
             )
-        if prompt_tokens + (params.max_tokens != 0) > longest:
+        room = self._generation.longest(prompt_tokens, longest) - prompt_tokens
+        if prompt_tokens > longest or (room < 1 and params.max_tokens != 0):
             raise too_long(self._info, f"the prompt has {prompt_tokens} tokens")
         if params.template is not None:
             self._check_template_length(params.template, prompt_tokens)

@@ -99,7 +99,9 @@ class Core:
         self.tokenizer = tokenizer
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Sequence] = []
-        self._generation = generation(info.block_size, edits=info.edit_token_ids is not None)
+        self._generation = generation(
+            info.block_size, edits=info.edit_token_ids is not None, canvas=info.canvas
+        )
         self.checks = Checks(config, info, tokenizer)
         self._config = config
         #: requests that ended because planning raised, until :meth:`take_ended`
@@ -241,7 +243,7 @@ class Core:
         params = request.params
         make_cursor = self._generation.cursor(params)
         self.checks.check_length(params, len(prompt_ids), request.pooling)
-        max_length = self.info.max_model_len
+        max_length = self._generation.longest(len(prompt_ids), self.info.max_model_len)
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1

@@ -124,15 +124,15 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     for it, and those of the config. Blocks. Raises ConfigError."""
     from aioinfer.loop.generation import default_diffusion, generation  # imports numpy
 
-    diffusion = default_diffusion(config, info.block_size, edits=info.edit_token_ids is not None)
-
     checkpoint = _checkpoint(config)
     recommended = {} if checkpoint is None else checkpoint.generation_config()
+    kind = {"edits": info.edit_token_ids is not None, "canvas": info.canvas}
+    diffusion = default_diffusion(config, info.block_size, **kind, recommended=recommended)
     sampled = recommended.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
         raise ConfigError(f"model: do_sample in {_GENERATION} must be true or false, got {shown(sampled)}")
     try:
-        known = generation(info.block_size).recommended
+        known = generation(info.block_size, **kind).recommended
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
         if sampled is False:
             values["temperature"] = 0.0

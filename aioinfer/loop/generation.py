@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from aioinfer import plugins
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.guide import steered
 from aioinfer.diffusion.pins import Pins
@@ -35,6 +36,12 @@ _REFUSED = {
     "thinking_budget": "counts token after token, and a diffusion model writes blocks in any order",
     "prompt_logprobs": "a diffusion model predicts masked tokens, and a prompt has none",
 }
+#: those and all others that decide on single tokens, for which canvases have no place
+_NOT_OF_CANVASES = (
+    *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "grammar", "bad_words", "template"),
+    *plugins.names(plugins.FILTERS),
+)
 
 
 class Generation(Protocol):
@@ -50,6 +57,9 @@ class Generation(Protocol):
 
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         """A maker of cursors for a request; None: the default one."""
+
+    def longest(self, prompt_tokens: int, max_model_len: int) -> int:
+        """Tokens that a prompt of so many and its output may have together."""
 
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
@@ -74,6 +84,9 @@ class TokenGeneration:
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         return None
 
+    def longest(self, prompt_tokens: int, max_model_len: int) -> int:
+        return max_model_len
+
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
     ) -> RunningBatch:
@@ -83,7 +96,7 @@ class TokenGeneration:
 class BlockGeneration:
     """Diffusion models."""
 
-    recommended: tuple[str, ...] = TokenGeneration.recommended
+    recommended: tuple[str, ...]
     # A round that is launched before the previous one was read costs a forward now and then. An asynchronous
     # device gets that back; a CPU, whose forwards need the interpreter themselves, does not. And where many
     # prompts arrive at once, its long steps cost more per token than short ones and delay the rounds of all
@@ -92,16 +105,23 @@ class BlockGeneration:
         {"overlap_steps": 0, "max_prefill_tokens": 256}
     )
 
-    def __init__(self, block_size: int, *, edits: bool = False) -> None:
-        """``edits``: the model has tokens that delete and split."""
+    def __init__(self, block_size: int, *, edits: bool = False, canvas: bool = False) -> None:
+        """``edits``: the model has tokens that delete and split. ``canvas``: its blocks are canvases."""
         self._block_size = block_size
         self._edits = edits
+        self._canvas = canvas
+        self.recommended = () if canvas else TokenGeneration.recommended
 
     def check(self, params: SamplingParams) -> None:
-        defaults = SamplingParams()
-        for name, reason in _REFUSED.items():
+        defaults, refused = SamplingParams(), dict(_REFUSED)
+        if self._canvas:
+            why = "this model draws canvases as a whole, and does not support it"
+            refused |= dict.fromkeys(_NOT_OF_CANVASES, why)
+        for name, reason in refused.items():
             if getattr(params, name) != getattr(defaults, name):
                 raise InvalidRequest(name, reason)
+        if self._canvas and params.logprobs:
+            raise InvalidRequest("logprobs", "this model reports those of its own tokens only: ask for 0")
         if params.max_tokens == 0:
             raise InvalidRequest("max_tokens", "a diffusion model generates blocks: it cannot be 0")
 
@@ -110,11 +130,11 @@ class BlockGeneration:
 
         diffusion = params.diffusion or DiffusionParams()
         algorithm = algorithm_class(diffusion.algorithm)
-        _check_algorithm(algorithm, diffusion, self._edits)
-        if algorithm.moves and (params.template is not None or steered(params)):
+        _check_algorithm(algorithm, diffusion, self._edits, self._canvas)
+        if not algorithm.steerable and (params.template is not None or steered(params)):
             raise InvalidRequest(
                 "algorithm",
-                f"{algorithm.name} moves tokens: it knows no grammars, penalties, alternatives and templates",
+                f"{algorithm.name} knows no grammars, penalties, alternatives and templates",
             )
         return functools.partial(
             BlockCursor,
@@ -122,24 +142,34 @@ class BlockGeneration:
             monotone=algorithm.monotone,
             drafts=diffusion.draft,
             pins=functools.partial(Pins.of, params),
+            canvas=self._canvas,
         )
+
+    def longest(self, prompt_tokens: int, max_model_len: int) -> int:
+        if not self._canvas:
+            return max_model_len
+        return max_model_len - (max_model_len - prompt_tokens) % self._block_size
 
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
     ) -> RunningBatch:
-        return BlockBatch(memory, config, self._block_size)
+        return BlockBatch(memory, config, self._block_size, canvas=self._canvas)
 
 
-def generation(block_size: int | None, *, edits: bool = False) -> Generation:
-    """Choose by the size of the model's blocks; None: without blocks. ``edits``: as in BlockGeneration."""
+def generation(block_size: int | None, *, edits: bool = False, canvas: bool = False) -> Generation:
+    """Choose by the size of the model's blocks; None: without blocks. ``edits``, ``canvas``: as in
+    BlockGeneration."""
     if block_size is None:
         return TokenGeneration()
-    return BlockGeneration(block_size, edits=edits)
+    return BlockGeneration(block_size, edits=edits, canvas=canvas)
 
 
-def _check_algorithm(algorithm: type[Algorithm], params: DiffusionParams, edits: bool) -> None:
+def _check_algorithm(algorithm: type[Algorithm], params: DiffusionParams, edits: bool, canvas: bool) -> None:
     """Raise InvalidRequest for parameters that it does not use, and for a model that cannot have it."""
     algorithm.check(params)
+    if algorithm.canvas != canvas:
+        kind = "canvases" if canvas else "masks"
+        raise InvalidRequest("algorithm", f"{algorithm.name} is not for this model, which has {kind}")
     if algorithm.moves and not edits:
         raise InvalidRequest(
             "algorithm", f"{algorithm.name} needs a model whose config has delete_token_id and split_token_id"
@@ -147,14 +177,22 @@ def _check_algorithm(algorithm: type[Algorithm], params: DiffusionParams, edits:
 
 
 def default_diffusion(
-    config: EngineConfig, block_size: int | None, *, edits: bool = False
+    config: EngineConfig,
+    block_size: int | None,
+    *,
+    edits: bool = False,
+    canvas: bool = False,
+    recommended: Mapping[str, Any] = MappingProxyType({}),
 ) -> DiffusionParams | None:
-    """The denoising parameters of requests that name none; None where the config names none. Raises
-    ConfigError for a model that is no diffusion model or cannot have the algorithm, and for what the
-    algorithm does not use. ``edits``: as in BlockGeneration."""
+    """The denoising parameters of requests that name none; None where the config names none and the model has
+    masks. ``edits``, ``canvas``: as in BlockGeneration; ``recommended``: the ``generation_config.json`` of a
+    model with canvases. Raises ConfigError for a model that is no diffusion model or cannot have the
+    algorithm, and for what the algorithm does not use."""
     fields = ("algorithm", "threshold", "edit_threshold", "steps")
     given = {name: getattr(config, f"diffusion_{name}") for name in fields}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if canvas:
+        values = {"algorithm": "renoise"} | _of_canvases(recommended) | values
     if not values:
         return None
     if block_size is None:
@@ -163,7 +201,19 @@ def default_diffusion(
 
     try:
         params = DiffusionParams(**values)
-        _check_algorithm(algorithm_class(params.algorithm), params, edits)
+        _check_algorithm(algorithm_class(params.algorithm), params, edits, canvas)
     except InvalidRequest as error:
         raise ConfigError(f"diffusion_{error}") from error
     return params
+
+
+def _of_canvases(recommended: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of ``renoise`` by transformers' names for them."""
+    sampler = recommended.get("sampler_config")
+    stated = {
+        "steps": recommended.get("max_denoising_steps"),
+        "entropy_bound": sampler.get("entropy_bound") if isinstance(sampler, dict) else None,
+    }
+    for name in ("t_min", "t_max", "stability_threshold", "confidence_threshold"):
+        stated[name] = recommended.get(name)
+    return {name: value for name, value in stated.items() if value is not None}

@@ -404,7 +404,7 @@ def _block_of(kept: StreamCheckpoint, then: Sequence[int], info: DeviceInfo) -> 
     assert info.block_size is not None
     prompt = kept.prompt_token_ids
     known = len(prompt) + len(kept.token_ids) + len(then)
-    start = known - known % info.block_size
+    start = info.block_start(known, len(prompt))
     if known == max(start, len(prompt)):
         return None
     tokens = [*kept.token_ids, *then]

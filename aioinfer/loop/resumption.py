@@ -186,7 +186,7 @@ def _check_blocks(checkpoint: StreamCheckpoint, info: DeviceInfo) -> None:
     if steps is None or len(steps) != len(ids):
         raise InvalidRequest(_FIELD, f"step_map: must have one entry for each of {len(ids)} tokens")
     known = len(checkpoint.prompt_token_ids) + len(ids)
-    start = known - known % size
+    start = info.block_start(known, len(checkpoint.prompt_token_ids))
     if block is None:
         if known > max(start, len(checkpoint.prompt_token_ids)):
             raise InvalidRequest(_FIELD, "block: is missing, and the output ends within it")
@@ -250,7 +250,7 @@ def take(cell: StreamCell, info: DeviceInfo, at: int | None = None) -> StreamChe
         if output.newest_version == output.weight_version and (at is None or not output.finished):
             block = output.block  # and not one that other weights began than the record says
         known = len(output.prompt_ids) + count
-        start = known - known % info.block_size
+        start = info.block_start(known, len(output.prompt_ids))
         if at is not None and at < len(output.token_ids):
             block = None  # it has more tokens
         if known > max(start, len(output.prompt_ids)) and (block is None or block.start != start):

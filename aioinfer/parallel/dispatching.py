@@ -230,8 +230,9 @@ class Dispatching(Sending):
     def _hand_over(self, attempt: Attempt) -> None:
         """Have another replica go on with a stream whose prompt is computed, once one has a slot for it."""
         record = attempt.record
-        prompt, size = len(record.output.prompt_ids), self.info.block_size or 1
-        begun = record.known - record.known % size > prompt
+        prompt = len(record.output.prompt_ids)
+        blocks = self.info.block_size is not None
+        begun = (self.info.block_start(record.known, prompt) if blocks else record.known) > prompt
         if begun and self.placing.successor(record, len(self.handovers)) is not None:
             self._leave(attempt, abort=True)
             self._limit(record)

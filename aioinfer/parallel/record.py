@@ -151,7 +151,8 @@ class Record(OpenRequest):
         size, count = info.block_size, len(found.token_ids)
         if size is None or not whole_blocks:
             return dataclasses.replace(found, delivered_tokens=count, delivered_characters=0)
-        count = max(0, self.known - self.known % size - len(self.output.prompt_ids))
+        prompt = len(self.output.prompt_ids)
+        count = max(0, info.block_start(self.known, prompt) - prompt)
         return dataclasses.replace(
             found,
             token_ids=found.token_ids[:count],

@@ -35,7 +35,7 @@ class StepBudget:
                  "_untouched", "beside", "generates", "prefill", "tokens")  # fmt: skip
 
     def __init__(self, config: EngineConfig, page_size: int, tokens: int, unit: int = 1) -> None:
-        """``unit``: what tokens come in, positions of a block for diffusion models."""
+        """``unit``: what prompts are cut into multiples of, positions of a block for diffusion models."""
         self.tokens = self._most = tokens
         self._unit = unit
         #: of these, tokens for prefill

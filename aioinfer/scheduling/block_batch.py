@@ -56,21 +56,29 @@ class BlockBatch:
 
     __slots__ = (
         "_config",
+        "_fused",
         "_max_rounds",
         "_memory",
         "_turn",
+        "grain",
         "last_step",
         "pace",
         "sequences",
         "unit",
     )
 
-    def __init__(self, memory: Memory, config: EngineConfig, block_size: int) -> None:
+    def __init__(
+        self, memory: Memory, config: EngineConfig, block_size: int, *, canvas: bool = False
+    ) -> None:
+        """``canvas``: blocks are canvases, whose commit is another pass than their rounds."""
         self._memory = memory
         self._config = config
+        self._fused = config.fused_commit and not canvas
         self._max_rounds = config.max_rounds or 1
         #: positions of a block
         self.unit = block_size
+        #: prompts are cut into multiples of so many positions
+        self.grain = 1 if canvas else block_size
         self.sequences: list[Sequence] = []
         self.last_step = 0
         #: tokens that a round writes, running mean
@@ -145,7 +153,7 @@ class BlockBatch:
         """In lock-step, and some block is not done or not committed."""
         if self._config.diffusion_mode != "sync":
             return False
-        owed = not self._config.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
+        owed = not self._fused and any(cursor.uncommitted for cursor in self._cursors)
         return owed or self.locked
 
     def longest_chunk(self, sequence: Sequence) -> int | None:
@@ -209,7 +217,7 @@ class BlockBatch:
     ) -> tuple[int, int] | None:
         """Start and length of a request's next row of at most ``most`` positions, if it is to have one."""
         size = self.unit
-        chosen = cursor.next_round(fused=self._config.fused_commit, hold=hold, pace=self.pace)
+        chosen = cursor.next_round(fused=self._fused, hold=hold, pace=self.pace)
         if chosen is None:
             return None
         start, blocks = chosen

@@ -42,9 +42,11 @@ class BlockCursor(Cursor):
 
     A block with pins (:mod:`aioinfer.diffusion.pins`) is one that the device cannot begin by itself: the
     request goes there by way of the queue, with the block that is done as known tokens of its next row.
+    Canvases begin right behind the prompt. What the device has of one is lost with the slot: it begins again.
     """
 
     __slots__ = (
+        "_canvas",
         "_pace",
         "_pins",
         "_step_map",
@@ -68,14 +70,17 @@ class BlockCursor(Cursor):
         monotone: bool,
         drafts: bool = False,
         pins: Callable[[int], Pins | None] = lambda _: None,
+        canvas: bool = False,
     ) -> None:
         """``monotone``: a token that is written stays. ``drafts``: the caller wants to see what may
-        change. ``pins``: those of an output behind a prompt of this length."""
+        change. ``pins``: those of an output behind a prompt of this length. ``canvas``: blocks are
+        canvases."""
         super().__init__(prompt_length, output_ids, max_length)
         self.block_size = block_size
         self.monotone = monotone
         self.drafts = drafts
         self._pins = pins(prompt_length)
+        self._canvas = canvas
         #: of the block that the newest resolved round was for; None before its first, and where rounds do not
         #: continue it
         self.block: BlockState | None = None
@@ -89,7 +94,7 @@ class BlockCursor(Cursor):
     @property
     def block_start(self) -> int:
         """The start of the first block that is not final, as far as is known."""
-        return self.known // self.block_size * self.block_size
+        return self.known - (self.known - self._prompt_length * self._canvas) % self.block_size
 
     @property
     def computed(self) -> int:
@@ -129,8 +134,8 @@ class BlockCursor(Cursor):
         return self.committed if block is None or not block.done else min(self.committed, block.start)
 
     def prefill_stop(self, *, mixed: bool) -> int:
-        # The first round of a request may ride on its last prompt chunk.
-        return self.length if mixed else self.block_start
+        # The first round of a request may ride on its last prompt chunk, if that is whole blocks.
+        return self.length if mixed and not self._canvas else self.block_start
 
     def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
         known = self.block_start
@@ -147,7 +152,8 @@ class BlockCursor(Cursor):
         """The block continues from its newest state that was read."""
         super().rewind(computed)
         self.flights.clear()
-        if self.block is not None and (self.block.done or self.block.start != self.block_start):
+        block = self.block
+        if block is not None and (self._canvas or block.done or block.start != self.block_start):
             self.block = None
 
     def forget_draft(self) -> bool:
@@ -159,7 +165,9 @@ class BlockCursor(Cursor):
     def under_way(self) -> BlockState | None:
         """The newest state of the block that is not done, if it has one."""
         block = self.block
-        return None if block is None or block.done or block.start != self.block_start else block
+        if block is None or self._canvas or block.done or block.start != self.block_start:
+            return None
+        return block
 
     def take_up(self, step_map: Sequence[int], block: BlockState | None) -> None:
         """Go on with an output that was begun elsewhere: its rounds, and the block that is not done."""
@@ -273,7 +281,8 @@ class BlockCursor(Cursor):
         if not self.drafts or block is None or block.start != self.block_start:
             return None
         first, last = self.known - block.start, self._max_length - block.start
-        known = block.known[first:last]
+        # Of a canvas, the likeliest tokens of the last round.
+        known = ([True] * self.block_size if self._canvas and block.rounds else block.known)[first:last]
         tokens, rounds = _where(known, block.ids[first:last]), _where(known, block.written_in[first:last])
         end = next((at for at, token in enumerate(tokens) if token in stop_ids), len(tokens))
         return tokens[: end + 1], rounds[: end + 1], end

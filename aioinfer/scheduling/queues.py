@@ -37,6 +37,8 @@ class RunningBatch(Protocol):
 
     #: positions of a unit of generation: 1, or those of a block
     unit: int
+    #: prompts are cut into multiples of so many positions
+    grain: int
     #: the newest launched step with rows of this batch
     last_step: int
 

@@ -133,7 +133,7 @@ class Scheduler:
         config, queues, memory = self.config, self.queues, self.queues.memory
         if not queues.batch.may_plan(in_flight=queues.last_step > memory.pages.last_resolved):
             return None
-        budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
+        budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.grain)
         self._short = False
         if self.suspects and (suspect := self.suspects.next()) is not None:
             if queues.last_step > memory.pages.last_resolved:

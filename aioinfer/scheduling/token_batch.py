@@ -63,6 +63,7 @@ class TokenBatch:
     )
 
     unit = 1
+    grain = 1
     locked = False
 
     def __init__(self, memory: Memory, size: int, speculation: Speculation | None = None) -> None:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import algorithm_class, usable_algorithms
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
 from tests.diffusion.reference import DELETE, SPLIT
 from tests.tiers import SECONDS, rest, scaled
 from tests.toys.blocks import begin_blocks
 
-ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
+ALGORITHMS = pytest.mark.parametrize("algorithm", usable_algorithms((1, 2)))
 
 
 def crowd(algorithm: str, seed: int) -> Case:

@@ -135,6 +135,6 @@ def test_only_a_model_with_these_tokens_can_have_it() -> None:
     with pytest.raises(ConfigError, match="diffusion_algorithm: joint_threshold_indel needs a model"):
         default_diffusion(config, 8)
     assert generation(8, edits=True).cursor(params) is not None
-    with pytest.raises(InvalidRequest, match="moves tokens: it knows no grammars"):
+    with pytest.raises(InvalidRequest, match="joint_threshold_indel knows no grammars"):
         generation(8, edits=True).cursor(replace(params, grammar=Grammar("regex", "[a-z]+")))
     assert default_diffusion(config, 8, edits=True) == params.diffusion

@@ -25,6 +25,9 @@ WRONG: list[tuple[str, Any]] = [
     *[("penalty", value) for value in (-1.0, float("inf"))],
     *[("factor", value) for value in (0, -1.0, float("nan"))],
     *[("entropy_bound", value) for value in (-0.1, float("inf"))],
+    *[(name, value) for name in ("t_min", "t_max") for value in (0.0, -1.0, float("nan"))],
+    *[("stability_threshold", value) for value in (-1, 1.0)],
+    *[("confidence_threshold", value) for value in (-0.1, float("nan"))],
 ]
 
 
@@ -36,16 +39,15 @@ def test_a_wrong_parameter_is_named(name: str, value: Any) -> None:
 
 
 def test_algorithms_are_found_by_their_files() -> None:
-    names = ("entropy_bound", "factor", "joint_threshold", "joint_threshold_indel")
-    assert algorithm_names() == (*names, "low_confidence", "static_steps")
+    names = ("entropy_bound", "factor", "joint_threshold", "joint_threshold_indel", "low_confidence")
+    assert algorithm_names() == (*names, "renoise", "static_steps")
     for name in algorithm_names():
         found = algorithm_class(name)
         assert found.name == name
-        assert found.monotone == ("joint" not in name)
-        assert (name in usable_algorithms(None)) == (not found.moves)
-    assert usable_algorithms((1, 2)) == algorithm_names()
-    for name in algorithm_names():
-        found = algorithm_class(name)
+        assert found.monotone == ("joint" not in name and not found.canvas)
+        assert (name in usable_algorithms(None)) == (not found.moves and not found.canvas)
+        assert (name in usable_algorithms((1, 2))) == (not found.canvas)
+        assert (name in usable_algorithms(None, canvas=True)) == found.canvas
         DiffusionParams(algorithm=name, **found.parameters | {"steps": 3})  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="os"):
         algorithm_class("os")
@@ -60,6 +62,15 @@ def test_a_parameter_that_would_be_ignored_is_refused() -> None:
         ):
             with pytest.raises(InvalidRequest, match=name):
                 found.check(DiffusionParams(algorithm=name, **{other: 1}))
+
+
+def test_temperatures_that_would_rise_are_refused() -> None:
+    renoise = algorithm_class("renoise")
+    renoise.check(DiffusionParams(algorithm="renoise", t_min=0.5, t_max=0.5))
+    for given in ({"t_min": 0.9}, {"t_max": 0.3}, {"t_min": 0.7, "t_max": 0.6}):
+        with pytest.raises(InvalidRequest, match="rise") as caught:
+            renoise.check(DiffusionParams(algorithm="renoise", **given))
+        assert caught.value.field in given
 
 
 def test_rows_have_their_own_parameters_and_else_the_algorithm_s() -> None:

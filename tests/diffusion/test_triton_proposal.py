@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aioinfer.diffusion.proposal import Asked, Proposal, propose
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from tests.diffusion.cases import assert_agrees, make_case
 from tests.model.kernels import DEVICES, interpreted_on, interpreted_only, kernels_or_skip
 from tests.tiers import INTERPRETER, nightly, points
@@ -148,7 +148,7 @@ def test_a_position_depends_on_itself_alone(device: str) -> None:
 
 @nightly(INTERPRETER)
 @interpreted_only
-@pytest.mark.parametrize("algorithm", algorithm_names())
+@pytest.mark.parametrize("algorithm", usable_algorithms((1, 2)))
 def test_rounds_are_the_reference_s(device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_proposal, "_TUNING", SMALL)
     cases = (make_case(algorithm, seed) for seed in range(1000))

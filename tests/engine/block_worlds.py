@@ -14,7 +14,7 @@ import torch
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.guide import steered
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import algorithm_class, usable_algorithms
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -86,7 +86,7 @@ def make_block_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = 
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    algorithm = rng.choice(algorithm_names())
+    algorithm = rng.choice(usable_algorithms((1, 2)))
     given = random_diffusion(algorithm, np.random.default_rng(rng.randrange(1 << 40)))
     temperature = rng.choice([0.0, 0.0, 0.5, 1.0])
     params = SamplingParams(
@@ -197,7 +197,7 @@ def decode(
 ) -> list[Plain]:
     """Each up to its length or its stop token."""
     found = [Plain() for _ in asked]
-    for name in algorithm_names():
+    for name in usable_algorithms((1, 2)):
         rows = [row for row, (_, params) in enumerate(asked) if _diffusion(params).algorithm == name]
         if rows:
             _decode(device, script, name, [asked[row] for row in rows], [found[row] for row in rows], longest)

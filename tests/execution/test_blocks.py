@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aioinfer.diffusion.registry import algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.decoding.blocks import BlockPacker, block_records
 from aioinfer.execution.device import Flight
@@ -23,7 +23,7 @@ from tests.tiers import SECONDS, rest
 from tests.toys.blocks import ScriptedDevice
 
 VOCAB, MASK = 32, 31
-EVERY = [*algorithm_names(), "low_confidence"]
+EVERY = [*usable_algorithms((1, 2)), "low_confidence"]
 
 
 class World:

@@ -140,7 +140,7 @@ def test_sampling_that_depends_on_the_batch_is_refused_before_anything_is_built(
     monkeypatch.setattr(TorchDevice, "_load", lambda *_: model)
     monkeypatch.setattr(torch_device, "current", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 34, 1 << 34))
-    monkeypatch.setattr(kernels, "choose_attention", lambda *_: Backend("triton", "a test"))
+    monkeypatch.setattr(kernels, "choose_attention", lambda *_, **__: Backend("triton", "a test"))
     monkeypatch.setattr(execution_build, "build", built_backend)
     with pytest.raises(ConfigError, match=r"^deterministic: sampling is torch"):
         TorchDevice(config).open()

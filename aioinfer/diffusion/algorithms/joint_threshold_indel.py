@@ -43,6 +43,7 @@ class JointThresholdIndel(Algorithm):
     #: a hash of one block that was seen, and the tokens that were chosen at the position
     history = 1 + _WORDS
     moves = True
+    steerable = False
     monotone = False
 
     def step(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
     from aioinfer.execution.packed import Layout, PackedStep
     from aioinfer.model.attention.base import Attention
+    from aioinfer.model.canvas import Canvas
     from aioinfer.model.spec import CausalLM
     from aioinfer.model.state import StatePool
     from aioinfer.scheduling.step import NewRequestData, Step
@@ -96,6 +97,9 @@ class RowPacker(Protocol):
 class Decoding(Protocol):
     """The device's half: what a slot carries from step to step, and what is done with logits. Launch thread
     only, except for ``read``."""
+
+    #: the canvases of the step that was gathered; None if there are none
+    canvas: Canvas | None
 
     def warm_up(self) -> None:
         """Whatever must not wait for the first step. Reads back from the device."""

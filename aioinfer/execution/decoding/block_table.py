@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from aioinfer.diffusion.algorithm import Algorithm
-from aioinfer.diffusion.block import Rows
+from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
@@ -159,21 +159,32 @@ class BlockTable:
         told: dict[int, Guided] = {}
         for group in groups:
             rows = slice(group.first, group.last)
-            block, counters = self._records.block(round.records[rows])
-            entry = self._of(group.algorithm)
-            state = entry.state(round.slots[rows], group.key, counters)
+            algorithm, block, state = self.group(round, group)
             mine, guide = logits[rows], None
             if group.steered:
                 assert group.key is not None, "the slots of steered rows are known"
                 mine = mine.to(torch.float32, copy=True)
-                guide = self._steering.guide(
-                    np.frombuffer(group.key, np.int64).tolist(), alone=len(groups) == 1
-                )
-            entry.algorithm.step(mine, block, state, drawn=group.drawn, filtered=group.filtered, guide=guide)
+                slots = np.frombuffer(group.key, np.int64).tolist()
+                guide = self._steering.guide(slots, alone=len(groups) == 1)
+            algorithm.step(mine, block, state, drawn=group.drawn, filtered=group.filtered, guide=guide)
             if guide is not None:
                 told |= zip(range(group.first, group.last), guide.told(), strict=True)
         self._table.index_copy_(0, round.slots, round.records)
         return told
+
+    def group(self, round: Round, group: AlgorithmRows) -> tuple[Algorithm, Block, Rows]:
+        """The algorithm of some rows of a round, their blocks, and what it knows of them."""
+        rows = slice(group.first, group.last)
+        block, counters = self._records.block(round.records[rows])
+        entry = self._of(group.algorithm)
+        state = entry.state(round.slots[rows], group.key, counters)
+        if round.canvas is not None:
+            state["canvas"] = round.canvas[rows]
+        return entry.algorithm, block, state
+
+    def blocks(self, records: torch.Tensor) -> tuple[Block, torch.Tensor]:
+        """Blocks and counters, as views of records [R, words]."""
+        return self._records.block(records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +199,8 @@ class Round:
     ids: torch.Tensor
     #: [K] bool: the logits that are wanted are those of the next block; None: of no row
     behind: torch.Tensor | None
+    #: [K, B] int64: canvases, which their algorithm writes to; None in a model without
+    canvas: torch.Tensor | None = None
 
 
 class _Algorithm:

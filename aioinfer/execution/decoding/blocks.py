@@ -22,12 +22,14 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.decoding.base import Guided, Output, Transfer
 from aioinfer.execution.decoding.block_graphs import CapturedBlocks
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round, Tenant
+from aioinfer.execution.decoding.canvases import Canvases
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
+from aioinfer.model.canvas import Canvas
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import StatePool
 from aioinfer.params import DiffusionParams
@@ -53,9 +55,12 @@ class BlockWork:
     may_turn: bool
 
 
-def block_records(block_size: int, mask_id: int, edit_ids: tuple[int, int] | None = None) -> BlockRecords:
+def block_records(
+    block_size: int, mask_id: int, edit_ids: tuple[int, int] | None = None, *, canvas: bool = False
+) -> BlockRecords:
     """Records that can hold the state of every algorithm that a model can have."""
-    most = max(algorithm_class(name).private(block_size) for name in usable_algorithms(edit_ids))
+    names = usable_algorithms(edit_ids, canvas=canvas)
+    most = max(algorithm_class(name).private(block_size) for name in names)
     return BlockRecords(block_size, mask_id, most)
 
 
@@ -64,12 +69,21 @@ class BlockPacker:
     :class:`~aioinfer.execution.decoding.base.RowPacker`."""
 
     def __init__(
-        self, num_slots: int, block_size: int, mask_id: int, edit_ids: tuple[int, int] | None = None
+        self,
+        num_slots: int,
+        block_size: int,
+        mask_id: int,
+        edit_ids: tuple[int, int] | None = None,
+        *,
+        canvas: bool = False,
     ) -> None:
-        self._records = block_records(block_size, mask_id, edit_ids)
+        """``canvas``: blocks begin right behind the prompt."""
+        self._records = block_records(block_size, mask_id, edit_ids, canvas=canvas)
+        self._canvas = canvas
         self.unknown_id = mask_id
         #: number of the algorithm in alphabetical order
-        self._algorithm = np.zeros(num_slots + 1, np.int64)
+        first = usable_algorithms(edit_ids, canvas=canvas)[0]
+        self._algorithm = np.full(num_slots + 1, algorithm_names().index(first))
         self._drawn = np.zeros(num_slots + 1, np.bool_)
         self._filtered = np.zeros(num_slots + 1, np.bool_)
         self._steered = np.zeros(num_slots + 1, np.bool_)
@@ -94,7 +108,8 @@ class BlockPacker:
     def _begin(self, slot: int, data: NewRequestData) -> npt.NDArray[np.int64]:
         """The record of the block that the request begins with, or continues."""
         size, prompt = self._records.size, data.prompt_ids
-        start = (len(prompt) + len(data.output_ids)) // size * size
+        known = len(prompt) + len(data.output_ids)
+        start = known - (known - len(prompt) * self._canvas) % size
         state = data.resume
         if state is None:
             # A block that begins again has output in it.
@@ -108,7 +123,7 @@ class BlockPacker:
 
     def graph_need(self, step: Step) -> GraphShape | None:
         """Steps of nothing but blocks are captured."""
-        if any(row.ids or not row.blocks for row in step.prefilling):
+        if self._canvas or any(row.ids or not row.blocks for row in step.prefilling):
             return None
         return GraphShape(step.num_tokens // self._records.size)
 
@@ -200,6 +215,8 @@ class BlockDecoding:
             propose = triton_proposal.propose
         edits = spec.edit_token_ids
         self.table = BlockTable(num_slots, self._records, mask_id, device, propose, edits, grammars)
+        self._canvases = Canvases(spec, self.table, num_slots, device) if spec.canvas else None
+        self.canvas: Canvas | None = None
 
     def warm_up(self) -> None:
         """Compile the kernels that rounds may need."""
@@ -224,6 +241,9 @@ class BlockDecoding:
         round = self.table.take(
             parts["block_slots"], parts["targets"], parts["pairs"], may_turn=work.may_turn
         )
+        self.canvas = None
+        if self._canvases is not None and work.rows:
+            round, self.canvas = self._canvases.take(round, work.groups, parts["positions"], tokens)
         parts["input_ids"].index_copy_(0, tokens, round.ids.reshape(-1))
         if round.behind is None:
             return tokens, round
@@ -244,6 +264,8 @@ class BlockDecoding:
         if work.rows:
             shape = (len(work.rows), self._records.size, logits.shape[-1])
             guided = self.table.step(logits.view(shape), state, work.groups)
+            if self._canvases is not None and self.canvas is not None:
+                self._canvases.keep(state, self.canvas)
         records = state.records.view(-1)
         return Output([records] if len(records) else [], guided=guided)
 
@@ -255,6 +277,8 @@ class BlockDecoding:
         if self._records.block(state.records)[0].done.any():
             return False
         ids = state.records[:, : self._records.size]
+        if self._canvases is not None and self.canvas is not None:
+            ids = self._canvases.again(state, packed.work.groups, self.canvas)
         parts["input_ids"].index_copy_(0, parts["block_tokens"], ids.reshape(-1))
         return True
 
@@ -323,16 +347,21 @@ class BlockKind:
             )
         if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
             raise ConfigError(f"max_model_len is less than a block of {size} positions")
+        if spec.canvas:
+            return config  # canvases begin anywhere
         return replace(config, page_size=-(-config.positions_per_page // size) * size)
 
     def rows(self, config: EngineConfig) -> BlockPacker:
-        return BlockPacker(config.num_slots, self._size, self._mask_id, self._spec.edit_token_ids)
+        spec = self._spec
+        return BlockPacker(
+            config.num_slots, self._size, self._mask_id, spec.edit_token_ids, canvas=spec.canvas
+        )
 
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> BlockDecoding:
         synchronous = device.type == "cpu"
         if (config.max_rounds or 1) > 1 and not synchronous:
             raise ConfigError(f"max_rounds is {config.max_rounds}; on {device.type} a step has one round")
-        kernels = choose_proposing(device, config.sampling_backend).name == "triton"
+        kernels = choose_proposing(device, config.sampling_backend).name == "triton" and not self._spec.canvas
         return BlockDecoding(
             self._spec,
             config.num_slots,

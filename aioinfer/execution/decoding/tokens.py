@@ -27,6 +27,7 @@ from aioinfer.execution.paging import Tables
 from aioinfer.execution.steering import SteeredRow, advance, awake
 from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
 from aioinfer.model.attention.base import Attention
+from aioinfer.model.canvas import Canvas
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import now
@@ -222,6 +223,8 @@ def _scores(step: Step, cu_q: _Ints) -> tuple[_Ints, _Ints, list[tuple[int, int,
 
 class TokenDecoding:
     """Samples. See :class:`~aioinfer.execution.decoding.base.Decoding`."""
+
+    canvas: Canvas | None = None
 
     def __init__(self, sampler: Sampler, relay: Relay, grammars: GrammarWorker) -> None:
         self.sampler = sampler
