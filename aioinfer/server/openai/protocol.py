@@ -278,7 +278,10 @@ def parse_completion(raw: bytes, served: Served) -> Call:
     prompts = as_list(body.prompt)
     call = _call("cmpl-", body, served, prompts, body.logprobs, body.response_format, {})
     if body.suffix:
-        _check_suffix(body, call)
+        grammar = call.names.get("grammar", "grammar"), call.params.grammar
+        for name, given in (("echo", body.echo), ("use_beam_search", body.use_beam_search), grammar):
+            if given:
+                raise InvalidRequest(name, "cannot be combined with suffix")
         call = replace(call, suffix=body.suffix, names={**call.names, "template": "suffix"})
     if body.session is None:
         return call
@@ -286,16 +289,6 @@ def parse_completion(raw: bytes, served: Served) -> Call:
         raise InvalidRequest("prompt", "must be one prompt, the new one, with a session")
     turn = _turn(body, body.session, served)
     return replace(call, model=turn.served.model, turn=turn)
-
-
-def _check_suffix(body: CompletionBody, call: Call) -> None:
-    """Raise InvalidRequest for a field that makes no sense with a suffix."""
-    for name, given in (
-        *(("echo", body.echo), ("use_beam_search", body.use_beam_search)),
-        (call.names.get("grammar", "grammar"), call.params.grammar),
-    ):
-        if given:
-            raise InvalidRequest(name, "cannot be combined with suffix")
 
 
 def model_not_found(served: str, wanted: Any) -> Refused:
