@@ -127,16 +127,12 @@ class Walk:
     returns to that as late as it can.
     """
 
-    __slots__ = ("_at", "_ended", "_ends", "_matcher", "_max_length", "_taken", "state")
+    __slots__ = ("_at", "_ended", "_ends", "_matcher", "_taken", "state")
 
-    def __init__(
-        self, state: GrammarState, output_ids: Sequence[int], ends: frozenset[int], max_length: int
-    ) -> None:
-        """``output_ids``: the output so far; ``ends``: tokens that end it; ``max_length``: of the
-        sequence."""
+    def __init__(self, state: GrammarState, output_ids: Sequence[int], ends: frozenset[int]) -> None:
+        """``output_ids``: the output so far; ``ends``: tokens that end it."""
         self.state = state
         self._ends = ends
-        self._max_length = max_length
         # The state's own matcher stays at the start: rows of a slot that the request has lost go on for a
         # while, and what they write is void.
         self._matcher = state.origin.copy()
@@ -162,8 +158,8 @@ class Walk:
 
     def search(self, row: BlockRow) -> Search:
         size = len(row.ids)
-        first, last = self._at - row.start, min(size, self._max_length - row.start)
-        if self._ended or not 0 <= first < last:
+        first = self._at - row.start
+        if self._ended or not 0 <= first < size:
             return Path([-1] * size, [0.0] * size)
         while self._taken:
             piece = self._taken[:_PIECE]
@@ -172,7 +168,7 @@ class Walk:
                 return None
             del self._taken[:_PIECE]
             yield None
-        way = _Way(self._matcher, row, (first, last), self._ends)
+        way = _Way(self._matcher, row, (first, size), self._ends)
         found = yield from way.explore()
         if not found and not way.come_back():
             self.state.failed = way.error or "no token is allowed"

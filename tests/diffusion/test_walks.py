@@ -71,7 +71,6 @@ class Round:
     kept: str = ""
     output: str = ""
     most: int = 99
-    left: int = 100
     asked: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     failed: str | None = None
 
@@ -79,8 +78,7 @@ class Round:
         size = len(self.known)
         matcher = Texts(self.texts, self.most)
         state = GrammarState(None, matcher, START, len(ABC))  # type: ignore[arg-type]
-        output, length = tokens_of(self.output), START + len(self.output) + size + self.left
-        walk = Walk(state, output, frozenset([END]), length)
+        walk = Walk(state, tokens_of(self.output), frozenset([END]))
         known = [token != ABC.index("?") or letter == "." for token, letter in self._known()]
         ids = [token for token, _ in self._known()]
         start = START + len(self.output)
@@ -177,12 +175,6 @@ def test_an_error_of_the_grammar_is_no_end() -> None:
     assert round.path() is None
     assert round.failed == "too long"
     assert Round(["abcdefgh"], "??", "gh", output="abcdef", most=3).path() is None
-
-
-def test_nothing_is_asked_of_what_lies_behind_the_longest_output() -> None:
-    round = Round(["abcdef"], "????", "zzzz", left=-2)
-    assert round.path() == "ab"
-    assert {at for at, _ in round.asked} == {0, 1}
 
 
 def test_random_paths_are_texts_that_agree_with_what_is_known() -> None:

@@ -66,7 +66,7 @@ def _seeker(data: NewRequestData, adjustments: Adjustments) -> Seeker | None:
     if state.closed is not None:
         search = ClosedSearch(state, state.closed, data.output_ids, data.max_length)
     else:
-        search = Walk(state, data.output_ids, data.stop_ids, data.max_length)
+        search = Walk(state, data.output_ids, data.stop_ids)
     if (block := data.resume) is not None:
         search.take(block.start, block.ids, block.known)
     return Seeker(search, adjustments.filters)
