@@ -77,8 +77,7 @@ def outcome_of(
     match error:
         case errors.ProcessorFailed() | errors.ConstraintFailed():
             return reading.failed(error)
-        case errors.InvalidRequest() if not restored:
-            assert error.field in reading.params.constraints, error
+        case errors.InvalidRequest() if error.field in reading.params.constraints:
             return ("refused",)
         case errors.InvalidRequest():
             assert error.field == "checkpoint"

@@ -80,10 +80,6 @@ def _keeps_the_path_of_another_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     _before_steering(monkeypatch, lambda block: block.path.copy_(block.path.roll(1, 0)))
 
 
-def _keeps_no_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    _before_steering(monkeypatch, lambda block: block.path.fill_(-1))
-
-
 def _before_steering(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Block], Any]) -> None:
     steer = RowsGuide.steer
 
@@ -154,7 +150,6 @@ def _forgets_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
         (_keeps_the_rows_of_a_tenancy, 5001),
         (_keeps_the_output_of_a_tenancy, 5007),
         (_mixes_rows_up, 5001),
-        (_keeps_no_paths, 5046),
         (_lets_them_go_on, 5001),
         (_forgets_what_was_written, 5001),
     ],
