@@ -25,7 +25,7 @@ class Waiting:
     def written(self, block: Block) -> None: ...
 
 
-@pytest.mark.parametrize("algorithm", [name for name in algorithm_names() if not algorithm_class(name).moves])
+@pytest.mark.parametrize("algorithm", [name for name in algorithm_names() if algorithm_class(name).steerable])
 def test_a_row_that_waits_is_as_it_was_and_the_others_go_on(algorithm: str) -> None:
     for seed in range(40):
         case = make_case(algorithm, seed)

@@ -61,6 +61,7 @@ VALUES: dict[type, dict[str, Any]] = {
         "logits_processors": [print],
         "grammar": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
         "diffusion": DiffusionParams(),
+        "template": [3, None],
     },
     DiffusionParams: {
         "algorithm": "joint_threshold",
