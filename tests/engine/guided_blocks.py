@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import algorithm_class, usable_algorithms
 from aioinfer.execution.decoding.block_steering import BlockSteering
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.loop.preparing import Preparing
@@ -142,7 +142,7 @@ def decode(
 ) -> list[Guided]:
     """Each up to its length, its stop token or its dead end. ``preparing`` compiles grammars."""
     found = [Guided() for _ in asked]
-    for name in algorithm_names():
+    for name in usable_algorithms((1, 2)):
         rows = [row for row, (_, params) in enumerate(asked) if _diffusion(params).algorithm == name]
         if rows:
             mine = [asked[row] for row in rows]

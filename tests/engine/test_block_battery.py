@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.registry import usable_algorithms
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.loop.preparing import Preparing
@@ -126,7 +126,7 @@ def make_engine(**settings: Any) -> Engine:
 def asked_of(kind: str) -> list[Asked]:
     """Of every algorithm, greedy and drawn, around the ends of blocks."""
     found = []
-    names = [name for name in algorithm_names() if not algorithm_class(name).moves]
+    names = usable_algorithms(None)
     for number, algorithm in enumerate(names):
         diffusion = DiffusionParams(algorithm=algorithm, **DIFFUSION.get(algorithm, {}))
         for length in (1, SIZE - 1, SIZE, 2 * SIZE + 3):
