@@ -43,6 +43,9 @@ _MOST_TOKENIZED = 16_384
 _LONG_MASK = 0.02
 #: Seconds of processor time that a grammar may take per token, and in all beyond that.
 _PER_TOKEN, MOST_SECONDS = 0.005, 2.0
+#: Seconds: where a mask took less, the next one is made where it is needed. To have a thread make it takes as
+#: long as some of them.
+QUICK_MASK = 0.0005
 
 
 class Matcher(Protocol):
@@ -177,6 +180,8 @@ class GrammarState:
     at_work: bool = False
     #: its masks take long: steps do not wait for them
     slow: bool = False
+    #: its newest mask took less time than to have a thread make it
+    quick: bool = False
     #: its newest row sampled nothing, so rows launched after it have no input token
     unsampled: bool = False
     #: the drafts that the next row to sample verifies, if there are any
@@ -201,7 +206,9 @@ class GrammarState:
         """
         began, used = time.monotonic(), time.thread_time()
         self._fill()
-        if self.follow(self.mask, time.monotonic() - began):
+        seconds = time.monotonic() - began
+        self.quick = seconds < QUICK_MASK
+        if self.follow(self.mask, seconds):
             self._fill()
         self.charge(time.thread_time() - used, 1)
         if self.failed is not None:

@@ -7,9 +7,11 @@
     slow threads                               a search that has taken long, to its end
 
 Each turn answers one question of every row that has one: one call for their masks, one proposal for their
-logits. A row whose search takes longer than the patience *sits out*: the round writes nothing in it and does
-not count, while its search goes on apart from the others, with the logits that it has. The path is used when
-it is there. So no id depends on how long a search takes, and no row waits for that of another.
+logits. Where the newest mask of a grammar was quick, the launch thread makes the next by itself; the first
+one that is not quick is the last of those. A row whose search takes longer than the patience *sits out*:
+the round writes nothing in it and does not count, while its search goes on apart from the others, with the
+logits that it has. The path is used when it is there. So no id depends on how long a search takes, and no
+row waits for that of another.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from aioinfer.execution.decoding.block_adjustments import filtered
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.logits_processors import apply_masks_
-from aioinfer.text.grammar import MOST_SECONDS, GrammarState
+from aioinfer.text.grammar import MOST_SECONDS, QUICK_MASK, GrammarState
 
 __all__ = ["Found", "PathTurns", "Seeker"]
 
@@ -127,10 +129,17 @@ class _Going:
             state.backend.fill([question.matcher], [mask])
         except BaseException as error:  # panics of Rust libraries are not Exceptions
             self.fail(error)
+        self.take(mask, time.monotonic() - began)
+        self._charge(began, used)
+
+    def take(self, mask: npt.NDArray[np.int32], seconds: float) -> None:
+        """Take a mask that was made in so many seconds."""
+        question = self.question
+        assert isinstance(question, WhichToken)
         for token in question.but:
             mask.view(np.uint32)[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
         self.mask = mask
-        self._charge(began, used)
+        self.state.quick = seconds < QUICK_MASK
 
     def answer(self) -> Allowed | Weights | None:
         """The answer to the question."""
@@ -334,6 +343,8 @@ class PathTurns:
 
     def _fill(self, asking: Sequence[_Going]) -> None:
         """Have the masks made. One that takes longer than the patience goes on apart."""
+        _fill_here([each for each in asking if each.state.quick])
+        asking = [each for each in asking if each.mask is None]
         while asking:
             fill = _Fill(self, asking)
             self._worker.call(fill, slow=False)
@@ -365,6 +376,26 @@ class PathTurns:
     def go_on_apart(self, going: _Going) -> None:
         """On any thread: have the rest of a search that is late done."""
         self._worker.call(_Apart(self, going), slow=True)
+
+
+def _fill_here(asking: Sequence[_Going]) -> None:
+    """Make masks that are expected to be quick, where a thread would cost more than they do. Where that
+    raises, none is made: a thread finds out whose fault it is."""
+    backends: dict[int, list[_Going]] = {}
+    for each in asking:
+        backends.setdefault(id(each.state.backend), []).append(each)
+    for group in backends.values():
+        began, state = time.monotonic(), group[0].state
+        masks = [np.zeros(-(-state.vocab_size // 32), np.int32) for _ in group]
+        matchers = [each.question.matcher for each in group if isinstance(each.question, WhichToken)]
+        try:
+            state.backend.fill(matchers, masks)
+        except BaseException:  # panics of Rust libraries are not Exceptions
+            continue
+        seconds = (time.monotonic() - began) / len(group)
+        for each, mask in zip(group, masks, strict=True):
+            each.seconds += seconds
+            each.take(mask, seconds)
 
 
 def _same(one: BlockRow, other: BlockRow) -> bool:
