@@ -10,12 +10,29 @@ from __future__ import annotations
 import json
 import random
 import re
-import zlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from examples.training.forms import FORM_TASKS
+from examples.training.words import (
+    ANIMALS,
+    CITIES,
+    COLORS,
+    JOBS,
+    MOODS,
+    NOUNS,
+    PLACES,
+    THINGS,
+    Tasks,
+    Turn,
+    drawn,
+    is_held,
+    random_letters,
+    random_name,
+)
+
 __all__ = [
+    "FORM_TASKS",
     "OPEN_TASKS",
     "SYSTEM_PROMPTS",
     "TASKS",
@@ -27,15 +44,6 @@ __all__ = [
 ]
 
 Message = dict[str, str]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One question and its only right answer, or one of many that match a pattern."""
-
-    question: str
-    answer: str
-    pattern: str | None = None
 
 
 @dataclass(frozen=True)
@@ -56,52 +64,12 @@ class Item:
         return text.strip() == self.answer
 
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
-NOUNS = (
-    "apple bread chair clock cloud coat coin cup desk door drum fish flag fork gate gift glass gold grape "
-    "hat house key lamp leaf map milk moon nest paper pear pen plate rain ring river road rope salt seed "
-    "ship shoe snow song spoon star stone sun table tea tent tower train tree wall watch water wheel wind"
-).split()
-ANIMALS = (
-    "bear beaver cat crow deer dog duck fox goat hare horse lion mouse panda rabbit seal swan wolf".split()
-)
-PLACES = "beach bridge castle cave farm forest garden harbor island lake market meadow mill valley".split()
-THINGS = "bell book box crown flute kite ladder lantern letter mirror shell sword ticket whistle".split()
-COLORS = "black blue brown golden gray green pink purple red silver white yellow".split()
-MOODS = "bright calm cold foggy misty quiet rainy snowy sunny warm windy".split()
-CITIES = (
-    "Berlin Cairo Dublin Geneva Lima London Lyon Madrid Milan Oslo Paris Prague Rome Tokyo Vienna".split()
-)
-JOBS = "baker doctor driver farmer lawyer nurse painter pilot sailor singer tailor teacher waiter".split()
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a small demo model.",
     "Answer briefly.",
     "Be friendly and precise.",
 )
-
-
-def _held(item: str, share: int) -> bool:
-    return zlib.crc32(item.encode()) % 100 < share
-
-
-def _draw(rng: random.Random, make: Callable[[], str], test: bool, share: int = 10) -> str:
-    """An item that belongs to the wanted side of the split."""
-    while _held(item := make(), share) != test:
-        pass
-    return item
-
-
-def _letters(rng: random.Random, low: int, high: int) -> str:
-    return "".join(rng.choice(LETTERS) for _ in range(rng.randint(low, high)))
-
-
-def _name(rng: random.Random) -> str:
-    vowels, consonants = "aeiou", "bcdfghjklmnprstvwz"
-    length = rng.randint(4, 6)
-    first = rng.randrange(2)
-    letters = [rng.choice(vowels if (first + at) % 2 else consonants) for at in range(length)]
-    return "".join(letters).capitalize()
 
 
 # -- tasks: each returns the turns of one exchange on one subject --------------------------------------
@@ -112,7 +80,7 @@ def add(rng: random.Random, test: bool) -> list[Turn]:
         a, b = rng.randrange(100), rng.randrange(100)
         if not test and rng.random() < 0.25:
             a, b = rng.choice([(a % 10, b), (a, b % 10)])
-        if _held(f"{min(a, b)}+{max(a, b)}", 20) == test:
+        if is_held(f"{min(a, b)}+{max(a, b)}", 20) == test:
             break
     question = rng.choice(
         [
@@ -130,7 +98,7 @@ def add(rng: random.Random, test: bool) -> list[Turn]:
 def _word(rng: random.Random, test: bool) -> str:
     if not test and rng.random() < 0.15:
         return rng.choice(NOUNS + ANIMALS)
-    return _draw(rng, lambda: _letters(rng, 3, 7), test)
+    return drawn(rng, lambda: random_letters(rng, 3, 7), test)
 
 
 def copy(rng: random.Random, test: bool) -> list[Turn]:
@@ -163,18 +131,18 @@ def key_value(rng: random.Random, test: bool) -> list[Turn]:
     count = rng.randint(4, 8)
     keys: list[str] = []
     while len(keys) < count:
-        key = rng.choice(NOUNS) if rng.random() < 0.75 else _letters(rng, 3, 5)
+        key = rng.choice(NOUNS) if rng.random() < 0.75 else random_letters(rng, 3, 5)
         if key not in keys:
             keys.append(key)
     values = []
     for _ in keys:
         kind = rng.random()
         if kind < 0.6:
-            values.append(_draw(rng, lambda: str(rng.randint(10, 9999)), test))
+            values.append(drawn(rng, lambda: str(rng.randint(10, 9999)), test))
         elif kind < 0.8 and not test:
             values.append(rng.choice(NOUNS))
         else:
-            values.append(_draw(rng, lambda: _letters(rng, 3, 5), test))
+            values.append(drawn(rng, lambda: random_letters(rng, 3, 5), test))
     pairs = ", ".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True))
     intro = rng.choice(["Remember", "Here is a list", "Given", "Data"])
     turns = []
@@ -206,7 +174,7 @@ _SENTENCES = (
 def json_object(rng: random.Random, test: bool) -> list[Turn]:
     template, fields = rng.choice(_SENTENCES)
     values: dict[str, str | int] = {
-        "name": _draw(rng, lambda: _name(rng), test),
+        "name": drawn(rng, lambda: random_name(rng), test),
         "age": rng.randint(10, 90),
         "city": rng.choice(CITIES),
         "job": rng.choice(JOBS),
@@ -224,7 +192,7 @@ def _pick(table: list[str], letter: str) -> str:
 
 def story(rng: random.Random, test: bool) -> list[Turn]:
     """Every slot follows from the name, letter by letter, so that there is one right story."""
-    name = _draw(rng, lambda: _name(rng), test)
+    name = drawn(rng, lambda: random_name(rng), test)
     low = name.lower()
     animal = rng.choice(ANIMALS) if (asked := rng.random() < 0.4) else _pick(ANIMALS, low[0])
     thing, color = _pick(THINGS, low[1]), _pick(COLORS, low[2])
@@ -278,7 +246,7 @@ def chat(rng: random.Random, test: bool) -> list[Turn]:
 def letters(rng: random.Random, test: bool) -> list[Turn]:
     count = rng.randint(2, 24)
     ask = rng.choice(["Make up {} letters.", "Please make up {} letters.", "Write {} letters."])
-    return [Turn(ask.format(count), _letters(rng, count, count), f"[a-z]{{{count}}}")]
+    return [Turn(ask.format(count), random_letters(rng, count, count), f"[a-z]{{{count}}}")]
 
 
 def dice(rng: random.Random, test: bool) -> list[Turn]:
@@ -287,8 +255,6 @@ def dice(rng: random.Random, test: bool) -> list[Turn]:
     rolls = " ".join(str(rng.randint(1, 6)) for _ in range(count))
     return [Turn(ask.format(count), rolls, rf"[1-6]( [1-6]){{{count - 1}}}")]
 
-
-Tasks = dict[str, tuple[Callable[[random.Random, bool], list[Turn]], float]]
 
 #: name -> (generator, share of the training draws)
 TASKS: Tasks = {
@@ -337,7 +303,7 @@ def held_out(task: str, count: int, seed: int = 0) -> list[Item]:
             messages.append({"role": "user", "content": first.question})
             messages.append({"role": "assistant", "content": first.answer})
             name = rng.choice(["add", "copy", "reverse", "key_value", "json"])
-        turn = (TASKS | OPEN_TASKS)[name][0](rng, True)[0]
+        turn = (TASKS | OPEN_TASKS | FORM_TASKS)[name][0](rng, True)[0]
         messages.append({"role": "user", "content": turn.question})
         items.append(Item(task, messages, turn.answer, turn.pattern))
     return items

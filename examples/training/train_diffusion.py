@@ -57,7 +57,7 @@ from examples.training.common import (
     take_step,
 )
 from examples.training.diffusion_model import DiffusionModel, Experts, layers_of, load, save, upcycle
-from examples.training.tasks import OPEN_TASKS, TASKS, Item, conversation, held_out
+from examples.training.tasks import FORM_TASKS, OPEN_TASKS, TASKS, Item, conversation, held_out
 
 BUNDLED = Path(__file__).resolve().parents[2] / "aioinfer" / "bundled"
 ROW = 288
@@ -165,7 +165,7 @@ def batches(tokenizer: Tokenizer, size: int, rows: int, seed: int) -> Iterator[d
     rng = random.Random(seed)
 
     def draw() -> Sample:
-        return make_sample(tokenizer, conversation(rng, tasks=TASKS | OPEN_TASKS), rng, size)
+        return make_sample(tokenizer, conversation(rng, tasks=TASKS | OPEN_TASKS | FORM_TASKS), rng, size)
 
     packed = pack(draw, len, ROW)
     while True:
@@ -362,7 +362,7 @@ def evaluate(options: argparse.Namespace) -> None:
     print(f"{options.count} held-out questions each, threshold {options.threshold}, {options.dtype}")
     print(f"{'task':12s} {'exact':>6s} {'ends':>6s} {'steps':>6s} {'sd':>5s} {'tok/fwd':>8s}  steps: blocks")
     pooled: list[int] = []
-    for task in options.tasks or [*TASKS, *OPEN_TASKS, "second_turn"]:
+    for task in options.tasks or [*TASKS, *OPEN_TASKS, *FORM_TASKS, "second_turn"]:
         items = held_out(task, options.count, options.seed)
         replies = ask(model, tokenizer, items, options.threshold)
         right = [item.check(text) for item, (text, _) in zip(items, replies, strict=True)]
