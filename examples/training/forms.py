@@ -1,7 +1,8 @@
 """Tasks by which constraints on an answer can be seen: JSON, templates with holes, closed answers.
 
-The diffusion model alone has learnt them. A share of the answers is not what the question asks for but what a
-constraint may ask for: an object where nobody said JSON, a word where a sentence would do.
+They are for the diffusion model alone, whose bundled weights were trained before there were any. A share of
+the answers is not what the question asks for but what a constraint may ask for: an object where nobody said
+JSON, a word where a sentence would do.
 """
 
 from __future__ import annotations
