@@ -87,8 +87,9 @@ class Record(OpenRequest):
 
     @property
     def params(self) -> SamplingParams:
-        """With the seed of the record: a replica would draw another one."""
-        return self.request.params.changed(seed=self.output.seed)
+        """With the seed of the record, where tokens are drawn: a replica would draw another one."""
+        params = self.request.params
+        return params.changed(seed=self.output.seed) if params.temperature else params
 
     @property
     def known(self) -> int:
