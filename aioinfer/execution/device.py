@@ -131,6 +131,11 @@ class DeviceInfo:
         assert self.block_size is not None
         return known - (known - prompt * self.canvas) % self.block_size
 
+    def longest(self, prompt: int) -> int:
+        """Tokens that a prompt of so many and its output may have together: canvases are whole."""
+        rest = (self.max_model_len - prompt) % (self.block_size or 1)
+        return self.max_model_len - rest * self.canvas
+
     def settle(self, config: EngineConfig) -> EngineConfig:
         """The config with what follows from the device, where it says nothing else."""
         values: dict[str, Any] = {

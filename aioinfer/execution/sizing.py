@@ -139,8 +139,7 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
     if spec.whole_prompts:
         wanted_len = min(wanted_len, config.step_tokens)
-    block = spec.unit
-    wanted_len -= wanted_len % block
+    wanted_len -= wanted_len % spec.grain
     num_snapshots, state_bytes = None, 0
     if spec.states:
         num_snapshots = _snapshots(config, spec, budget)
@@ -161,7 +160,7 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but {num_pages} pages hold {capacity} positions"
         )
-    if min(wanted_len, capacity) < max(2, block):
+    if min(wanted_len, capacity) < max(2, spec.unit + spec.canvas):
         raise ConfigError("max_model_len and num_pages leave no room for a prompt and an output token")
     return PoolSize(num_pages, min(wanted_len, capacity), num_snapshots, state_bytes)
 

@@ -412,7 +412,7 @@ def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice, device: torch
 def _length_reason(config: EngineConfig, spec: ModelSpec, size: PoolSize, device: torch.device) -> str:
     """Why sequences may be shorter than the model's positions; empty if they may not."""
     wanted = spec.max_model_len if config.max_model_len is None else config.max_model_len
-    if size.max_model_len < wanted - wanted % spec.unit:
+    if size.max_model_len < wanted - wanted % spec.grain:
         knob = "gpu_memory_utilization" if device.type == "cuda" else "kv_memory_gib"
         if config.num_pages is not None:
             knob = "num_pages"

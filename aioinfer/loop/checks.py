@@ -109,7 +109,7 @@ class Checks:
                 "pooling",
                 f"the hidden states of {prompt_tokens} tokens are {floats} numbers: {_MOST_FLOATS} at most",
             )
-        room = self._generation.longest(prompt_tokens, longest) - prompt_tokens
+        room = self._info.longest(prompt_tokens) - prompt_tokens
         if prompt_tokens > longest or (room < 1 and params.max_tokens != 0):
             raise too_long(self._info, f"the prompt has {prompt_tokens} tokens")
         if params.template is not None:

@@ -243,7 +243,7 @@ class Core:
         params = request.params
         make_cursor = self._generation.cursor(params)
         self.checks.check_length(params, len(prompt_ids), request.pooling)
-        max_length = self._generation.longest(len(prompt_ids), self.info.max_model_len)
+        max_length = self.info.longest(len(prompt_ids))
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1

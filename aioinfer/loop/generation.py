@@ -38,8 +38,9 @@ _REFUSED = {
 }
 #: those and all others that decide on single tokens, for which canvases have no place
 _NOT_OF_CANVASES = (
+    "template",  # first, as it sets others
     *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("min_tokens", "logit_bias", "allowed_token_ids", "grammar", "bad_words", "template"),
+    *("min_tokens", "logit_bias", "allowed_token_ids", "grammar", "bad_words"),
     *plugins.names(plugins.FILTERS),
 )
 
@@ -57,9 +58,6 @@ class Generation(Protocol):
 
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         """A maker of cursors for a request; None: the default one."""
-
-    def longest(self, prompt_tokens: int, max_model_len: int) -> int:
-        """Tokens that a prompt of so many and its output may have together."""
 
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
@@ -83,9 +81,6 @@ class TokenGeneration:
 
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         return None
-
-    def longest(self, prompt_tokens: int, max_model_len: int) -> int:
-        return max_model_len
 
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
@@ -144,11 +139,6 @@ class BlockGeneration:
             pins=functools.partial(Pins.of, params),
             canvas=self._canvas,
         )
-
-    def longest(self, prompt_tokens: int, max_model_len: int) -> int:
-        if not self._canvas:
-            return max_model_len
-        return max_model_len - (max_model_len - prompt_tokens) % self._block_size
 
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None

@@ -264,7 +264,8 @@ class GoingOn(Service[_Opened]):
         if params.max_tokens is not None and count >= params.max_tokens:
             message = f"{params.max_tokens} leaves no room behind {count} output tokens"
             raise InvalidRequest("max_tokens", message)
-        if len(kept.prompt_token_ids) + count >= info.max_model_len:
+        prompt = len(kept.prompt_token_ids)
+        if prompt + count >= info.longest(prompt):
             raise self._no_room(name if then else cut.at_name)
         if isinstance(then, str):
             return kept

@@ -139,8 +139,8 @@ def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[in
         raise InvalidRequest(_FIELD, f"token_ids: token {at} is not that of the template")
     if params.max_tokens is not None and len(ids) >= params.max_tokens:
         raise InvalidRequest(_FIELD, "token_ids: the output is complete: it has max_tokens")
-    most = info.max_model_len
-    if len(checkpoint.prompt_token_ids) + len(ids) >= most:
+    prompt, most = len(checkpoint.prompt_token_ids), info.max_model_len
+    if prompt + len(ids) >= info.longest(prompt):
         message = f"prompt and output leave no room in this engine's context of {most} tokens"
         raise InvalidRequest(_FIELD, message, code="context_length_exceeded")
     if params.seed is not None and params.seed != checkpoint.seed:

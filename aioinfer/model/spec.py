@@ -97,6 +97,11 @@ class ModelSpec:
         """Positions that are generated at a time: 1, or those of a block."""
         return self.block_size or 1
 
+    @property
+    def grain(self) -> int:
+        """Sequences begin to generate at multiples of so many positions."""
+        return 1 if self.canvas else self.unit
+
 
 class CausalLM(Protocol):
     """A model that computes packed rows."""

@@ -4,6 +4,7 @@ every way to compute; and what transformers' own generation does, given the same
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import Entro
 from aioinfer import Engine, EngineConfig, InvalidRequest
 from aioinfer.errors import ConfigError
 from aioinfer.outputs import Result
+from aioinfer.parallel import Dispatcher
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.audit import audit, check_idle
 from tests.diffusion.renoise_reference import CanvasRow
@@ -355,6 +357,17 @@ async def test_a_checkpoint_between_canvases_goes_on_in_another_engine(made: tup
     assert (restored.token_ids, restored.step_map) == (whole.token_ids, whole.step_map)
 
 
+async def test_without_a_seed_and_a_temperature_replicas_give_what_an_engine_gives(
+    made: tuple[Path, Any],
+) -> None:
+    params = SamplingParams(max_tokens=2 * CANVAS, temperature=0, ignore_eos=True)
+    async with make_engine(made[0]) as engine:
+        alone = await engine.generate([1, 2, 3], params)
+    async with Dispatcher([make_engine(made[0]), make_engine(made[0])]) as dispatcher:
+        found = await dispatcher.generate([1, 2, 3], params)
+    assert (found.token_ids, found.step_map) == (alone.token_ids, alone.step_map)
+
+
 def test_an_output_that_goes_on_keeps_the_tokens_that_it_has(made: tuple[Path, Any]) -> None:
     prompt, params = ask(6, 2 * CANVAS, seed=3)
     plain = PlainCanvas(made[1], torch.float64)
@@ -401,13 +414,45 @@ def test_parameters_that_a_canvas_has_not_are_refused(
     asyncio.run(run())
 
 
+async def test_templates_are_refused_by_their_name(made: tuple[Path, Any]) -> None:
+    async with make_engine(made[0]) as engine:
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.fill([1, 2], [None, 5, None])
+    assert caught.value.field == "template"
+
+
 def test_there_is_room_for_whole_canvases_only(made: tuple[Path, Any]) -> None:
     async def run() -> None:
-        async with make_engine(made[0], max_model_len=3 * CANVAS) as engine:
-            result = await engine.generate([1] * 5, SamplingParams(ignore_eos=True, seed=1))
-            assert (len(result.token_ids), result.finish_reason) == (2 * CANVAS, "length")
+        params = SamplingParams(ignore_eos=True, seed=1)
+        async with make_engine(made[0], max_model_len=3 * CANVAS + 3) as engine:
+            for length, canvases in ((3, 3), (4, 2), (2 * CANVAS + 3, 1)):
+                result = await engine.generate([1] * length, params)
+                assert (len(result.token_ids), result.finish_reason) == (canvases * CANVAS, "length")
             with pytest.raises(InvalidRequest, match="context length"):
-                await engine.generate([1] * (2 * CANVAS + 1), SamplingParams(max_tokens=1))
+                await engine.generate([1] * (2 * CANVAS + 4), SamplingParams(max_tokens=1))
+
+    asyncio.run(run())
+
+
+def test_an_output_goes_on_only_where_a_canvas_has_room(made: tuple[Path, Any]) -> None:
+    async def run() -> None:
+        params = SamplingParams(ignore_eos=True, seed=1)
+        async with make_engine(made[0], max_model_len=3 * CANVAS) as engine:
+            stream = engine.generate([1] * 5, params)
+            whole = (await stream).token_ids
+            assert len(whole) == 2 * CANVAS
+            (fork,) = stream.fork(at=2 * CANVAS - 2, then=[7])
+            assert len((await fork).token_ids) == 2 * CANVAS
+            for at, then, field in ((2 * CANVAS, [], "at"), (2 * CANVAS - 1, [7], "then")):
+                with pytest.raises(InvalidRequest, match="no room") as caught:
+                    stream.fork(at=at, then=then)
+                assert caught.value.field == field
+            begun = engine.generate([1] * 5, params)
+            await begun.accepted()
+            kept = dataclasses.replace(begun.checkpoint(), token_ids=tuple(whole), step_map=(0,) * len(whole))
+            await begun.aclose()
+            with pytest.raises(InvalidRequest, match="no room"):
+                await engine.restore(kept)
 
     asyncio.run(run())
 
@@ -420,6 +465,7 @@ def test_there_is_room_for_whole_canvases_only(made: tuple[Path, Any]) -> None:
         ({"diffusion_algorithm": "low_confidence"}, "not for this model"),
         ({"diffusion_threshold": 0.5}, "threshold"),
         ({"deterministic": True}, "deterministic"),
+        ({"max_model_len": CANVAS}, "a prompt and a canvas of 8"),
     ],
 )
 def test_settings_that_canvases_have_not_are_refused(

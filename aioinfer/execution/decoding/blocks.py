@@ -345,8 +345,9 @@ class BlockKind:
             raise ConfigError(
                 f"max_step_tokens is {config.step_tokens}; two blocks of {size} positions must fit"
             )
-        if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
-            raise ConfigError(f"max_model_len is less than a block of {size} positions")
+        if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size + spec.canvas:
+            least = f"a prompt and a canvas of {size}" if spec.canvas else f"a block of {size} positions"
+            raise ConfigError(f"max_model_len is less than {least}")
         if spec.canvas:
             return config  # canvases begin anywhere
         return replace(config, page_size=-(-config.positions_per_page // size) * size)
