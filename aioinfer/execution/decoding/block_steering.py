@@ -99,7 +99,7 @@ class RowsGuide:
                 rows = _host_rows(seekers, logits, proposal, block)
                 alone = self._alone and len(rows) == len(sound)
                 found = self._turns.find(rows, logits, asked, alone=alone)
-                writable, self.waits = _propose_paths(found, logits, asked.mask_id, proposal, block)
+                writable, self.waits = _propose_paths(found, logits.shape[2], proposal, block)
                 self._writable = writable
         self._adjusting.judge(logits, asked, proposal)
         return writable
@@ -121,11 +121,11 @@ class RowsGuide:
 
 
 def _propose_paths(
-    found: Mapping[int, Found], logits: torch.Tensor, mask_id: int, proposal: Proposal, block: Block
+    found: Mapping[int, Found], vocab_size: int, proposal: Proposal, block: Block
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the tokens of the paths those that are proposed. Returns where they may be written, [R, B], and
-    the rows that have none yet, [R]."""
-    device, size = logits.device, block.ids.shape[1]
+    """Make the tokens of the paths those that are proposed, -1 where they have none. Returns where they may
+    be written, [R, B], and the rows that have no path yet, [R]."""
+    device, size = block.ids.device, block.ids.shape[1]
     at = torch.tensor(list(found), device=device)
     paths = [each.path or Path([-1] * size, [0.0] * size) for each in found.values()]
     tokens = torch.tensor([path.tokens for path in paths], device=device)
@@ -135,12 +135,11 @@ def _propose_paths(
     there = tokens >= 0
     block.path.index_copy_(0, at, torch.where(late, block.path[at], tokens))
     if proposal.entropy is not None:
-        entropy, most = proposal.entropy[at], _most_entropy(confidence, logits.shape[2])
-        entropy = torch.where(confidence > proposal.confidence[at], entropy.minimum(most), entropy)
-        proposal.entropy.index_copy_(0, at, torch.where(there, entropy, math.inf))
-    proposal.tokens.index_copy_(0, at, torch.where(there, tokens, mask_id))
-    # Positions that are not written come last: the first in order are chosen.
-    proposal.confidence.index_copy_(0, at, torch.where(there, confidence, -1.0))
+        entropy, most = proposal.entropy[at], _most_entropy(confidence, vocab_size)
+        surer = confidence > proposal.confidence[at]
+        proposal.entropy.index_copy_(0, at, torch.where(surer, entropy.minimum(most), entropy))
+    proposal.tokens.index_copy_(0, at, tokens)
+    proposal.confidence.index_copy_(0, at, confidence)
     proposal.valid.index_copy_(0, at, proposal.valid[at] & ~dead)
     writable = torch.ones_like(block.known)
     # Under a grammar a token that was written stays.
