@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.diffusion.paths import BlockRow, Path, Search, Weights, WhichWeights
+from aioinfer.diffusion.paths import BlockRow, Path, PathSearch, Search, Weights, WhichWeights
 from aioinfer.text.closed_answers import ClosedAnswers
 from aioinfer.text.grammar import GrammarState
 
@@ -33,14 +33,14 @@ _FILTERED = -1e4
 _Floats = npt.NDArray[np.float64]
 
 
-class ClosedSearch:
-    """See :class:`~aioinfer.diffusion.paths.PathSearch`.
+class ClosedSearch(PathSearch):
+    """The likeliest completion by a closed answer.
 
     An output that must end within the block is complete by then, if that is possible: with the token that
     ends it, or else without. Behind that token anything may follow, with probability 1.
     """
 
-    __slots__ = ("_answers", "_at", "_max_length", "_node", "state")
+    __slots__ = ("_answers", "_max_length", "_node")
 
     def __init__(
         self,
@@ -50,18 +50,11 @@ class ClosedSearch:
         max_length: int,
     ) -> None:
         """``output_ids``: the output so far; ``max_length``: of the sequence."""
-        self.state = state
-        self._answers = answers
-        self._at, self._max_length = state.begin, max_length
+        super().__init__(state)
+        self._answers, self._max_length = answers, max_length
         #: None: behind tokens that no answer has
         self._node: int | None = 0
         self._accept(output_ids)
-
-    def take(self, start: int, ids: Sequence[int], known: Sequence[bool]) -> None:
-        first = at = max(0, self._at - start)
-        while at < len(ids) and known[at]:
-            at += 1
-        self._accept(ids[first:at])
 
     def _accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -14,9 +14,10 @@ takes its place.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -105,19 +106,32 @@ class Weights(NamedTuple):
 Search: TypeAlias = Generator[WhichToken | WhichWeights | None, Allowed | Weights | None, Path | None]
 
 
-class PathSearch(Protocol):
+class PathSearch(ABC):
     """The grammar of one request, at the first position of its output that is not known."""
 
-    state: GrammarState
+    __slots__ = ("_at", "state")
+
+    def __init__(self, state: GrammarState) -> None:
+        self.state = state
+        self._at = state.begin
 
     def take(self, start: int, ids: Sequence[int], known: Sequence[bool]) -> None:
         """Move on to the first unknown position of a block."""
+        first = at = max(0, self._at - start)
+        while at < len(ids) and known[at]:
+            at += 1
+        self._accept(ids[first:at])
 
+    @abstractmethod
+    def _accept(self, tokens: Sequence[int]) -> None:
+        """These are the next tokens of the output."""
+
+    @abstractmethod
     def search(self, row: BlockRow) -> Search:
         """Find a path for a block that :meth:`take` has seen. Nothing else uses the grammar meanwhile."""
 
 
-class Walk:
+class Walk(PathSearch):
     """A walk from the first unknown position on: the proposed token where the grammar allows it, else the
     likeliest that it allows. A token is as sure as the model is of it, or, if that is more, as the tokens
     from the first unknown position up to it are among those that the grammar allows at theirs.
@@ -127,26 +141,19 @@ class Walk:
     returns to that as late as it can.
     """
 
-    __slots__ = ("_at", "_ended", "_ends", "_matcher", "_taken", "state")
+    __slots__ = ("_ended", "_ends", "_matcher", "_taken")
 
     def __init__(self, state: GrammarState, output_ids: Sequence[int], ends: frozenset[int]) -> None:
         """``output_ids``: the output so far; ``ends``: tokens that end it."""
-        self.state = state
+        super().__init__(state)
         self._ends = ends
         # The state's own matcher stays at the start: rows of a slot that the request has lost go on for a
         # while, and what they write is void.
         self._matcher = state.origin.copy()
         #: tokens before ``_at`` that the matcher has still to take
         self._taken: list[int] = []
-        self._at = state.begin
         self._ended = False
         self._accept(output_ids)
-
-    def take(self, start: int, ids: Sequence[int], known: Sequence[bool]) -> None:
-        first = at = max(0, self._at - start)
-        while at < len(ids) and known[at]:
-            at += 1
-        self._accept(ids[first:at])
 
     def _accept(self, tokens: Sequence[int]) -> None:
         for token in tokens:
