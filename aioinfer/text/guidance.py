@@ -84,6 +84,10 @@ class GuidanceBackend:
             tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
         self.ends = frozenset(eos_token_ids)
+        ids = filter(self._tokenizer.is_special_token, range(self._tokenizer.vocab_size))
+        names = {self._tokenizer.decode_str([token]) for token in ids} - {""}
+        #: texts of special tokens as they stand in a source that is rid of backslashes
+        self._special = {_bare(each) for name in names for each in (name, json.dumps(name))}
         #: one executor per calling thread: a slow call does not delay the other threads
         self._executors = threading.local()
         self._spellings: dict[bytes, list[int]] | None = None
@@ -158,7 +162,7 @@ class GuidanceBackend:
             case "regex":
                 bounds.check_patterns([grammar.text])
                 text = library.grammar_from_regex(grammar.text)
-                if written_out(grammar.text) > _LONG:
+                if written_out(grammar.text) > _LONG or self._unforced(grammar.text):
                     text = library.grammar_from_lark(f"start: {lark_regex(grammar.text)}{_NO_FORCING}")
             case "choice":
                 choices = json.loads(grammar.text)
@@ -166,18 +170,24 @@ class GuidanceBackend:
                     raise ValueError("must be a non-empty list of non-empty texts")
                 # One terminal: as many as there are choices would take the square of their number.
                 lark = "start: CHOICE\nCHOICE: " + " | ".join(map(lark_text, choices))
-                text = library.grammar_from_lark(lark + _NO_FORCING * _forces_much(lark))
+                text = library.grammar_from_lark(lark + _NO_FORCING * self._unforced(lark))
             case "lark":
                 bounds.check_lark(lark := _lark(grammar.text))
                 text = library.grammar_from_lark(lark + _NO_FORCING)
             case "answer":
                 # Builders write the rules, by recursion in Python: their depth has its limit.
                 bounds.check_lark(grammar.text, rules=False)
-                text = library.grammar_from_lark(grammar.text + _NO_FORCING * _forces_much(grammar.text))
+                text = library.grammar_from_lark(grammar.text + _NO_FORCING * self._unforced(grammar.text))
             case "template":
                 bounds.check_lark(lark := TextTemplate.read(grammar.text).lark())
-                text = library.grammar_from_lark(lark + _NO_FORCING * _forces_much(lark))
+                text = library.grammar_from_lark(lark + _NO_FORCING * self._unforced(lark))
         return text
+
+    def _unforced(self, source: str) -> bool:
+        """What the grammar forces is not to be looked for: it takes long, or llguidance, which tokenizes it,
+        would take the text of a special token for that token."""
+        bare = _bare(source)
+        return _forces_much(source) or any(name in bare for name in self._special)
 
     def _of_schema(self, schema: Any, options: dict[str, str], bounds: GrammarBounds) -> str:
         """The grammar of a schema. Raises ValueError."""
@@ -190,7 +200,7 @@ class GuidanceBackend:
         bounds.check_schema(exact)
         text: str
         own = exact.get("x-guidance")  # it may forbid white space, without which a text is forced to its end
-        if own is None and not _forces_much(source := json.dumps(exact)):
+        if own is None and not self._unforced(source := json.dumps(exact)):
             text = self._library.LLMatcher.grammar_from_json_schema(source, options)
         else:
             exact = {**exact, "x-guidance": {**options, **own} if isinstance(own, dict) else options}
@@ -267,6 +277,10 @@ def _lark(source: str) -> str:
     except Exception as error:  # it raises the bare Exception for rules that are missing
         raise ValueError(str(error)) from None
     return text
+
+
+def _bare(text: str) -> str:
+    return text.replace("\\", "").strip('"')
 
 
 def _forces_much(text: str) -> bool:
