@@ -65,9 +65,9 @@ def _grammars(body: Object, response_format: Any) -> Iterator[tuple[str, Grammar
 
 def _template(field: str, value: Any) -> Grammar:
     if isinstance(value, str):
-        return TextTemplate.of(value, field=field).grammar
+        return TextTemplate.of(value, field=field).grammar(field)
     given = admit(TextWithHoles, value, field)
-    return TextTemplate.of(given.text, given.holes, field).grammar
+    return TextTemplate.of(given.text, given.holes, field).grammar(field)
 
 
 def format_grammar(value: Any) -> Grammar | None:

@@ -67,13 +67,14 @@ class Filling:
                 )
         if isinstance(template, str):
             text = TextTemplate.of(template, holes)
-            return cls(text, replace(params, grammar=text.grammar))
+            return cls(text, replace(params, grammar=text.grammar()))
         if holes is not None:
             raise InvalidRequest(
                 "holes", "are of a template that is text: in token ids, each None is a token"
             )
         pinned = replace(params, template=template)
-        assert pinned.template is not None
+        if pinned.template is None:
+            raise InvalidRequest("template", "must be text, or a list of token ids and None")
         count = len(pinned.template)
         if params.max_tokens not in (None, count):
             raise InvalidRequest("max_tokens", f"is {params.max_tokens}, and the template has {count} tokens")

@@ -24,6 +24,7 @@ Hole: TypeAlias = "int | str | Sequence[str]"
 _USUAL, _LONGEST = 80, 4096
 _MOST_HOLES = 256
 _PART = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SLASH, _ESCAPED = re.compile(r"(\\.)|/", re.DOTALL), r"\/"
 
 
@@ -41,6 +42,7 @@ class TextTemplate:
         text = plain(text)
         if type(text) is not str:
             raise InvalidRequest(field, f"must be text, got {shown(text)}")
+        _check_surrogates(field, text)
         texts, names, at = [""], list[str](), 0
         for part in _PART.finditer(text):
             texts[-1] += text[at : part.start()]
@@ -65,10 +67,12 @@ class TextTemplate:
         own = "holes" if field == "template" else f"{field}.holes"
         return cls(tuple(texts), _holes(own, {} if holes is None else holes, names))
 
-    @property
-    def grammar(self) -> Grammar:
-        """The constraint on an output. Raises InvalidRequest."""
-        return Grammar("template", json.dumps({"texts": self.texts, "holes": self.holes}))
+    def grammar(self, field: str = "template") -> Grammar:
+        """The constraint on an output. Raises InvalidRequest of ``field``."""
+        try:
+            return Grammar("template", json.dumps({"texts": self.texts, "holes": self.holes}))
+        except InvalidRequest as refused:
+            raise InvalidRequest(field, refused.message) from None
 
     @classmethod
     def read(cls, source: str) -> Self:
@@ -132,12 +136,19 @@ def _hole(field: str, given: Any) -> int | str | tuple[str, ...]:
     if type(given) is str:
         if not given:
             raise InvalidRequest(field, "must be a regular expression, got an empty text")
+        _check_surrogates(field, given)
         return given
     choices = tuple(map(plain, given)) if isinstance(given, (list, tuple)) else ()
     if not choices or not all(type(each) is str and each for each in choices):
         kinds = "a number of characters, a regular expression or a list of texts"
         raise InvalidRequest(field, f"must be {kinds}, got {shown(given)}")
+    _check_surrogates(field, "".join(choices))
     return choices
+
+
+def _check_surrogates(field: str, text: str) -> None:
+    if not text.isascii() and _SURROGATE.search(text):
+        raise InvalidRequest(field, "has an unpaired surrogate, which no text has")
 
 
 def _terminal(hole: int | str | tuple[str, ...]) -> str:
@@ -161,7 +172,7 @@ def _fits(hole: int | str | tuple[str, ...], text: str) -> bool:
 
 def lark_text(text: str) -> str:
     """A text in a rule of Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def lark_regex(pattern: str) -> str:

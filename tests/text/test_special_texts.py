@@ -18,7 +18,7 @@ _GRAMMARS: list[tuple[Any, str, str]] = [
     ("lark", 'start: "a <|" "user|> b"', "a <|user|> b"),
     ("json_schema", '{"const": "a<|user|>"}', '"a<|user|>"'),
     ("json_schema", '{"enum": ["\\u003c|user|\\u003e"]}', '"<|user|>"'),
-    ("template", TextTemplate.of("<|over|>{x}", {"x": ["<|user|> b"]}).grammar.text, "<|over|><|user|> b"),
+    ("template", TextTemplate.of("<|over|>{x}", {"x": ["<|user|> b"]}).grammar().text, "<|over|><|user|> b"),
 ]
 
 

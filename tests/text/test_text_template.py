@@ -72,12 +72,24 @@ def test_an_output_that_ended_early_has_the_holes_that_it_came_to() -> None:
 
 def test_a_grammar_is_the_template_again() -> None:
     template = TextTemplate.of("{a} and {b}", {"a": ["x", "y"], "b": "[0-9]+"})
-    assert TextTemplate.read(template.grammar.text) == template
+    assert TextTemplate.read(template.grammar().text) == template
     for record in ("[]", "{}", '{"texts": ["a"], "holes": {"b": 1}}', '{"texts": [1, "a"], "holes": {}}'):
         with pytest.raises(ValueError, match=r"^(is no template|has no text)"):
             TextTemplate.read(record)
     with pytest.raises(ValueError, match="b"):
         TextTemplate.read(json.dumps({"texts": ["", ""], "holes": {"b": 0}}))
+
+
+def test_all_characters_may_stand_in_a_text() -> None:
+    text = '\x00\x7f\x85\u2028"\\/\n\r{}\ufffe\U0001f600'
+    template = TextTemplate.of(text.replace("{}", "{{}}") + "{a}", {"a": [text]})
+    assert accepts(template, text + text)
+
+
+def test_a_template_that_is_too_large_is_refused_by_the_name_of_its_field() -> None:
+    with pytest.raises(InvalidRequest, match="at most") as caught:
+        TextTemplate.of("é" * 200_000 + "{a}").grammar("structured_outputs.template")
+    assert caught.value.field == "structured_outputs.template"
 
 
 @pytest.mark.parametrize(
