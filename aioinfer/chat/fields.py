@@ -152,7 +152,7 @@ class TextWithHoles(Object):
     """A template whose holes are not all usual."""
 
     text: str = field("text with holes, `{name}`", ...)
-    holes: dict[str, int | str | list[str]] = field(
+    holes: Annotated[Any, later(dict[str, int | str | list[str]])] = field(
         "by name: a number of characters at most, a regular expression, or a list of texts", {}
     )
 

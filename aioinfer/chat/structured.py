@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aioinfer.chat.bodies import Object, admit
@@ -64,7 +64,7 @@ def _grammars(body: Object, response_format: Any) -> Iterator[tuple[str, Grammar
 
 
 def _template(field: str, value: Any) -> Grammar:
-    if isinstance(value, str):
+    if not isinstance(value, Mapping):
         return TextTemplate.of(value, field=field).grammar(field)
     given = admit(TextWithHoles, value, field)
     return TextTemplate.of(given.text, given.holes, field).grammar(field)

@@ -42,8 +42,8 @@ async def infilled(
         first = await _leading(engine, ids)
         whole = engine.prompt([*ids[:first], begin, *ids[first:], behind, *after, between])
         return whole, replace(params, stop_token_ids=[*params.stop_token_ids, *end])
-    if params.max_tokens is None:
-        raise InvalidRequest("max_tokens", "must be a number with a suffix: the tokens before it at most")
+    if not params.max_tokens:
+        raise InvalidRequest("max_tokens", "must be at least 1 with a suffix: the tokens before it at most")
     ids, after = await engine.tokenize(prompt), await _part(engine, suffix)
     room = info.max_model_len - len(ids)
     hole = max(1, min(params.max_tokens, room))
@@ -62,7 +62,10 @@ def _marks(engine: Requests) -> list[int]:
 
 
 async def _part(engine: Requests, text: str) -> list[int]:
-    return await engine.tokenize(text, add_special_tokens=False)
+    try:
+        return await engine.tokenize(text, add_special_tokens=False)
+    except InvalidRequest as error:
+        raise InvalidRequest("suffix", error.message, code=error.code) from None
 
 
 async def _leading(engine: Requests, ids: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
 from tests.server.conftest import Serving
 from tests.toys import ToyTokenizer
@@ -53,6 +54,11 @@ async def test_a_bad_template_is_refused_by_its_path(serving: Serving) -> None:
             ("no hole", "structured_outputs.template"),
             ({"text": "{a}", "holes": {"b": 3}}, "structured_outputs.template.holes"),
             ({"text": "{a}", "holes": {"a": 0}}, "structured_outputs.template.holes.a"),
+            ({"text": "{a}", "holes": {"a": None}}, "structured_outputs.template.holes.a"),
+            ({"text": "{a}", "holes": {"a": [1]}}, "structured_outputs.template.holes.a"),
+            ({"text": "{a}", "holes": []}, "structured_outputs.template.holes"),
+            ("é" * 200_000 + "{a}", "structured_outputs.template"),
+            (["a"], "structured_outputs.template"),
             ({"holes": {}}, "structured_outputs.template.text"),
         ):
             reply = await served.post(PATH, {"prompt": "a", "structured_outputs": {"template": template}})
@@ -119,5 +125,22 @@ async def test_a_suffix_is_refused_where_it_makes_no_sense(serving: Serving) -> 
         reply = await served.post("/v1/chat/completions", chat)
         assert (reply.status, reply.json()["error"]["param"]) == (400, "suffix")
     async with serving(device=device()) as served:
-        reply = await served.post(PATH, {**body, "stop": "x"})
-        assert (reply.status, reply.json()["error"]["param"]) == (400, "stop")
+        for field, value, param in (
+            ("stop", "x", "stop"),
+            ("max_tokens", 0, "max_tokens"),
+            ("suffix", 3, "suffix"),
+            ("diffusion", {"algorithm": "joint_threshold_indel"}, "diffusion.algorithm"),
+        ):
+            reply = await served.post(PATH, {**body, field: value})
+            assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+async def test_a_suffix_that_has_no_tokens_is_named(serving: Serving, blocks: bool) -> None:
+    class Refusing(Infilling):
+        def encode_part(self, text: str) -> list[int]:
+            raise InvalidRequest("text", "is not text")
+
+    async with serving(tokenizer=Refusing(), device=device() if blocks else None) as served:
+        reply = await served.post(PATH, {"prompt": [7], "suffix": "a"})
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "suffix")

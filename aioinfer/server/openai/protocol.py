@@ -365,6 +365,7 @@ def _call(
     if "truncate_prompt_tokens" in form and echo:
         raise InvalidRequest("truncate_prompt_tokens", "cannot be combined with echo")
     names |= {"adapter": "model", "width": "n", "logits_processors": "use_beam_search"}
+    names["algorithm"] = "diffusion.algorithm"
     if body.routing_key is None:
         names["routing_key"] = "prompt_cache_key"
     options = given("stream_options")
