@@ -25,7 +25,7 @@ from aioinfer.loop.checks import Checks
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
-from aioinfer.loop.resumption import Resumption, check_adapter, replay
+from aioinfer.loop.resumption import Resumption, check_adapter, replay, replay_block
 from aioinfer.loop.texts import Texts, output_text
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
@@ -217,13 +217,16 @@ class Core:
         """Work out what a request needs besides its prompt. May take long, then on any thread, if the
         parameters say so (``worked_out``) and with a checkpoint. Raises InvalidRequest, also if the extra for
         grammars is missing."""
-        prepared = self.preparing.complete(prompt_ids, params, self.checks.stop_ids(params))
+        stop_ids = self.checks.stop_ids(params)
+        prepared = self.preparing.complete(prompt_ids, params, stop_ids)
         if checkpoint is None:
             return prepared
         text = output_text(self.tokenizer, prompt_ids, params)
         grammar = prepared.grammar
         if grammar is not None and checkpoint.token_ids:
             grammar = replay(grammar, checkpoint.token_ids)
+        if grammar is not None:
+            replay_block(grammar, checkpoint, stop_ids)
         steering = prepared.steering
         if steering is not None:
             steering = steering.restarted(checkpoint.token_ids)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.output import OutputText
 
-__all__ = ["Resumption", "check", "check_adapter", "replay", "take", "unknown_block"]
+__all__ = ["Resumption", "check", "check_adapter", "replay", "replay_block", "take", "unknown_block"]
 
 _FIELD = "checkpoint"
 #: rounds of a block
@@ -117,6 +117,24 @@ def replay(
         field, what = named(tried.position - tried.begin)
         raise InvalidRequest(field, f"{what}{tried.failed}")
     return grammar.restarted(ids)
+
+
+def replay_block(grammar: GrammarState, checkpoint: StreamCheckpoint, stop_ids: frozenset[int]) -> None:
+    """Raise InvalidRequest unless what the block has behind the output, up to its first unknown position, may
+    follow: no search comes to a block that has none. May take long."""
+    if (block := checkpoint.block) is None:
+        return
+    output = checkpoint.token_ids
+    first = len(checkpoint.prompt_token_ids) + len(output) - block.start
+    last = next((at for at in range(first, len(block.ids)) if not block.known[at]), len(block.ids))
+    written = list(block.ids[first:last])
+    end = next((at for at, token in enumerate(written) if token in stop_ids), len(written))
+    tried = grammar.restarted(())
+    tried.accept([*output, *written[:end]])
+    if tried.failed is None and not tried.matcher.stopped:
+        tried.accept(written[end : end + 1])
+    if tried.failed is not None:
+        raise InvalidRequest(_FIELD, f"block: ids: {tried.failed}")
 
 
 def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[int]) -> None:

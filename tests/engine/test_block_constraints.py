@@ -197,6 +197,31 @@ async def test_a_checkpoint_with_a_forged_path_goes_on_within_its_grammar(
     assert obeys(engine, grammar, result)
 
 
+@pytest.mark.parametrize("token", [1, 7])
+async def test_a_checkpoint_whose_block_was_filled_against_its_grammar_is_refused(
+    engine: Engine, token: int
+) -> None:
+    """No search comes to a block without unknown positions."""
+    how = DiffusionParams(threshold=1.0, draft=True)
+    grammar = Grammar("choice", ["yes please and more", "no thanks at all, no"])
+    stream = engine.generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=40, grammar=grammar, diffusion=how)
+    )
+    record: dict[str, Any] = {}
+    async for _ in stream:
+        record = json.loads(stream.checkpoint().to_json())
+        if any((record.get("block") or {}).get("path") or ()):
+            break
+    await stream.aclose()
+    block = record["block"]
+    places = [at for at, known in enumerate(block["known"]) if not known]
+    assert places
+    for at in places:
+        block["known"][at], block["ids"][at] = True, token
+    with pytest.raises(errors.InvalidRequest, match=r"checkpoint: block: ids: .*grammar"):
+        await engine.restore(StreamCheckpoint.from_json(json.dumps(record)))
+
+
 @pytest.mark.parametrize(
     ("grammar", "most", "least"),
     [
