@@ -78,7 +78,10 @@ class _Least:
         if kind == "string":
             return least + _number(schema.get("minLength"))
         if kind == "array" and (count := _number(schema.get("minItems"))):
-            return least + count * self.of(schema.get("items"), level) + count - 1
+            first = schema.get("prefixItems")
+            items = [self.of(each, level) for each in (first if isinstance(first, list) else [])[:count]]
+            rest = (count - len(items)) * self.of(schema.get("items"), level)
+            return least + sum(items) + rest + count - 1
         names = schema.get("required")
         if kind != "object" or not isinstance(names, list):
             return least
