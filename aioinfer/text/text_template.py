@@ -172,7 +172,7 @@ def _fits(hole: int | str | tuple[str, ...], text: str) -> bool:
 
 def lark_text(text: str) -> str:
     """A text in a rule of Lark."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # its lexer refuses DEL
 
 
 def lark_regex(pattern: str) -> str:

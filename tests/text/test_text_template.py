@@ -103,3 +103,9 @@ def test_a_bad_template_says_why(text: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
         TextTemplate.of(text)
     assert caught.value.field == "template"
+
+
+def test_every_ascii_character_may_be_part_of_a_text() -> None:
+    for code in range(128):
+        text = chr(code).replace("{", "{{").replace("}", "}}")
+        assert accepts(TextTemplate.of(f"a{text}" + "{b}", {"b": ["c"]}), f"a{chr(code)}c"), code
