@@ -10,8 +10,8 @@ masked tokens. An answer ends with end tokens up to the end of its block.
 
 The bundled weights, 3.57 million parameters, 7.2 MB: 985 steps from tiny-chat on the tasks with one right
 answer, then 807 on all tasks but ``FORM_TASKS``, which came later, from there (``--start ... --peak 1e-3``);
-31 and 28 minutes (``--minutes``) on two cores that were busy with other things too. 200 held-out questions per
-task, threshold 0.95, bf16:
+31 and 28 minutes (``--minutes``) on two cores that were busy with other things too. 200 held-out questions
+per task, threshold 0.95, bf16:
 
     task       exact  forwards per block (sd)  tokens per forward
     add        1.000  1.07 (0.26)               8.4
