@@ -175,7 +175,7 @@ class Walk(PathSearch):
                 return None
             del self._taken[:_PIECE]
             yield None
-        way = _Way(self._matcher, row, (first, size), self._ends)
+        way = _Way(self._matcher, row, (first, size), self._ends, self.state.ends)
         found = yield from way.explore()
         if not found and not way.come_back():
             self.state.failed = way.error or "no token is allowed"
@@ -186,12 +186,21 @@ class Walk(PathSearch):
 class _Way:
     """A walk through positions [first, last) of a block."""
 
-    def __init__(self, origin: Matcher, row: BlockRow, part: tuple[int, int], ends: frozenset[int]) -> None:
+    def __init__(
+        self,
+        origin: Matcher,
+        row: BlockRow,
+        part: tuple[int, int],
+        ends: frozenset[int],
+        complete: frozenset[int],
+    ) -> None:
+        """``ends``: tokens that end the output; ``complete``: those that may follow a complete one."""
         self._origin = origin
         self._matcher = origin.copy()
         self._row = row
         self._first, self._last = part
         self._ends = ends
+        self._complete = complete
         self._at = self._first
         #: how sure all tokens before each position are
         self._sure = [1.0] * (len(row.ids) + 1)
@@ -265,7 +274,7 @@ class _Way:
         """A matcher whose output is complete refuses the end, though nothing else may follow."""
         count = matcher.advance(tokens) if tokens else 0
         complete = not self._failed(matcher) and matcher.stopped
-        return count + (count < len(tokens) and tokens[count] in self._ends and complete)
+        return count + (count < len(tokens) and tokens[count] in self._complete and complete)
 
     def _failed(self, matcher: Matcher) -> bool:
         error = matcher.error

@@ -133,6 +133,7 @@ class Preparing:
                 state = GrammarState(
                     *(backend, matcher, len(prompt_ids), self._info.vocab_size, least_forced, bounds),
                     suggests=suggests,
+                    ends=self._info.eos_token_ids,
                 ).start()
             except InvalidRequest as refused:
                 refusal = refused

@@ -166,6 +166,8 @@ class GrammarState:
     mask: npt.NDArray[np.int32] = field(init=False)
     #: all that it allows, where those are some texts
     closed: ClosedAnswers | None = None
+    #: the model's tokens that end an output, which alone may follow a complete one
+    ends: frozenset[int] = frozenset()
     #: output tokens to accept before the mask can be computed; None: none
     missed: Sequence[int] | None = None
     #: why the output cannot continue
@@ -230,6 +232,7 @@ class GrammarState:
             *(self.backend, self.origin.copy(), self.begin, self.vocab_size, self.least_forced, self.bounds),
             suggests=self.suggests,
             closed=self.closed,
+            ends=self.ends,
             missed=tuple(output_ids),
             overtime=self.overtime,
         )

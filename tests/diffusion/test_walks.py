@@ -77,7 +77,7 @@ class Round:
     def path(self, rank: npt.NDArray[np.float64] | None = None) -> str | None:
         size = len(self.known)
         matcher = Texts(self.texts, self.most)
-        state = GrammarState(None, matcher, START, len(ABC))  # type: ignore[arg-type]
+        state = GrammarState(None, matcher, START, len(ABC), ends=frozenset([END]))  # type: ignore[arg-type]
         walk = Walk(state, tokens_of(self.output), frozenset([END]))
         known = [token != ABC.index("?") or letter == "." for token, letter in self._known()]
         ids = [token for token, _ in self._known()]

@@ -15,6 +15,7 @@ import torch
 
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, usable_algorithms
+from aioinfer.errors import InvalidRequest
 from aioinfer.execution.decoding.block_steering import BlockSteering
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.loop.preparing import Preparing
@@ -163,7 +164,10 @@ def _steering(
 ) -> BlockSteering:
     steering = BlockSteering(device.block_size, GrammarWorker(1000.0, threaded=False))
     for row, (prompt, params) in enumerate(asked):
-        grammar = preparing.complete(prompt, params, _ends(params)).grammar
+        try:
+            grammar = preparing.complete(prompt, params, _ends(params)).grammar
+        except InvalidRequest:
+            grammar = None  # the request was refused, too, and has no output
         most = min(longest, len(prompt) + (longest if params.max_tokens is None else params.max_tokens))
         data = NewRequestData(params, params.seed or 0, _ends(params), prompt, (), grammar, max_length=most)
         steering.admit(row, data)

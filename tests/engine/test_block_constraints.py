@@ -265,3 +265,22 @@ async def test_tool_calls_of_a_diffusion_model_obey_their_schema() -> None:
                 (call, *_) = answer.tool_calls
                 assert call.name == "look_up"
                 assert json.loads(call.arguments).keys() == {"name", "age", "pets"}
+
+
+async def test_a_stop_token_that_the_grammar_does_not_allow_does_not_end_a_complete_output(
+    engine: Engine,
+) -> None:
+    """What follows a complete output is an end of the model, whatever the caller would rather have."""
+    letters = [(await engine.tokenize(letter, add_special_tokens=False))[-1] for letter in "efgh"]
+    grammar = Grammar("regex", "[a-d]{3,9}")
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=20,
+        grammar=grammar,
+        stop_token_ids=letters,
+        logit_bias=dict.fromkeys(letters, 99.0),
+    )
+    result = await engine.generate(PROMPT, params)
+    assert result.finish_reason == "stop"
+    assert not set(result.token_ids).intersection(letters)
+    assert re.fullmatch("[a-d]{3,9}", result.text)

@@ -145,7 +145,7 @@ def _forgets_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "first"),
     [
-        (_keeps_the_path_of_another_slot, 5003),
+        (_keeps_the_path_of_another_slot, 5202),
         (_ignores_known_tokens, 5001),
         (_keeps_the_rows_of_a_tenancy, 5001),
         (_keeps_the_output_of_a_tenancy, 5007),
