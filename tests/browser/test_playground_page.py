@@ -147,7 +147,29 @@ async def test_text_appears_before_the_end_and_escape_stops_it(
         await wait_for_tile(page, "Running", "0")
 
 
-async def test_drafts_of_blocks_are_shown_as_they_fill(open_page: OpenPage) -> None:
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FREE = {"diffusion": {"threshold": 0.9999}}
+UNDER_SCHEMA = FREE | {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "other", "answer"),
+    [
+        (STORY, FREE, "Once there was a child called Mara"),
+        ("Who is it? Tom is 31 and lives in Rome.", UNDER_SCHEMA, '{"name": "Tom", "age": 31}'),
+    ],
+    ids=["free", "schema"],
+)
+async def test_drafts_of_blocks_are_shown_as_they_fill(
+    open_page: OpenPage, prompt: str, other: dict[str, Any], answer: str
+) -> None:
     async with bundled("tiny-diffusion", max_rounds=1) as url, open_page(url) as page:
         await page.evaluate(
             """() => {
@@ -156,9 +178,9 @@ async def test_drafts_of_blocks_are_shown_as_they_fill(open_page: OpenPage) -> N
                 .observe(document.querySelector('#log'), {subtree: true, childList: true});
             }"""
         )
-        await ask(page, STORY, temperature="0", other='{"diffusion": {"threshold": 0.9999}}')
+        await ask(page, prompt, temperature="0", other=json.dumps(other))
         text, _ = await answered(page)
-        assert text.startswith("Once there was a child called Mara")
+        assert text.startswith(answer)
         assert len([each for each in await page.evaluate("[...window.drafts]") if "\u2591" in each]) >= 3
         assert await page.locator(".draft").text_content() == ""
 
