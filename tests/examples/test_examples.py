@@ -39,6 +39,16 @@ def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     assert (wrong.returncode, wrong.stderr) == (1, "threshold: is not a parameter of factor\n")
 
 
+@nightly(PROGRAM)
+def test_the_form_example_obeys_a_schema_a_choice_and_a_template() -> None:
+    done = run("-m", "examples.diffusion_forms")
+    assert done.returncode == 0, done.stderr
+    pet = '{"kind": "cat", "color": "black"}'
+    assert f'\n{{"name": "Tom", "age": 31, "pet": {pet}, "city": "Rome"}}\n' in done.stdout
+    assert "\nanimal\n" in done.stdout
+    assert done.stdout.endswith("Tom lives in Rome.\n{'name': 'Tom', 'city': 'Rome'}\n")
+
+
 @rest(PROGRAM)
 def test_the_agent_says_what_it_is_called_with() -> None:
     done = run("examples/agent.py")
