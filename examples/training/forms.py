@@ -1,8 +1,7 @@
 """Tasks by which constraints on an answer can be seen: JSON, templates with holes, closed answers.
 
-They are for the diffusion model alone, whose bundled weights were trained before there were any. A share of
-the answers is not what the question asks for but what a constraint may ask for: an object where nobody said
-JSON, a word where a sentence would do.
+The diffusion model alone has learnt them, all but ``yes_no``. A share of the answers is not what the question
+asks for but what a constraint may ask for: an object where nobody said JSON, a word instead of a sentence.
 """
 
 from __future__ import annotations
