@@ -39,8 +39,9 @@ _FLOOR = 0.5
 _MOST_RETRIES = 16
 #: Places where a walk that led nowhere tries to come back to the kept path.
 _MOST_RETURNS = 8
-#: Tokens that a matcher takes at once: more may take long, with the interpreter's lock held.
-_PIECE = 8
+#: Tokens that a matcher takes at once, of a grammar whose masks are quick and of others: more may take long,
+#: with the interpreter's lock held.
+_QUICK_PIECE, _PIECE = 64, 8
 
 
 @dataclass(slots=True)
@@ -141,7 +142,7 @@ class Walk(PathSearch):
     returns to that as late as it can.
     """
 
-    __slots__ = ("_ended", "_ends", "_matcher", "_taken")
+    __slots__ = ("_ended", "_ends", "_matcher", "_taken", "_walked")
 
     def __init__(self, state: GrammarState, output_ids: Sequence[int], ends: frozenset[int]) -> None:
         """``output_ids``: the output so far; ``ends``: tokens that end it."""
@@ -152,6 +153,8 @@ class Walk(PathSearch):
         self._matcher = state.origin.copy()
         #: tokens before ``_at`` that the matcher has still to take
         self._taken: list[int] = []
+        #: tokens that the newest walk has taken after those, and its matcher behind them
+        self._walked: tuple[list[int], Matcher] | None = None
         self._ended = False
         self._accept(output_ids)
 
@@ -168,18 +171,25 @@ class Walk(PathSearch):
         first = self._at - row.start
         if self._ended or not 0 <= first < size:
             return Path([-1] * size, [0.0] * size)
+        most = _QUICK_PIECE if self.state.quick else _PIECE
+        if self._walked is not None and self._walked[0] == self._taken:
+            # All of it was written: mostly so, where a round fills the block.
+            self._matcher, self._taken = self._walked[1], []
+        self._walked = None
         while self._taken:
-            piece = self._taken[:_PIECE]
+            piece = self._taken[:most]
             if self._matcher.advance(piece) < len(piece):
                 self.state.failed = self._matcher.error or "its output is none of its grammar"
                 return None
-            del self._taken[:_PIECE]
+            del self._taken[:most]
             yield None
-        way = _Way(self._matcher, row, (first, size), self._ends, self.state.ends)
+        way = _Way(self._matcher, row, (first, size), self._ends, self.state.ends, most)
         found = yield from way.explore()
         if not found and not way.come_back():
             self.state.failed = way.error or "no token is allowed"
             return None
+        if found:
+            self._walked = way.walked
         return Path(way.tokens, way.confidence)
 
 
@@ -193,14 +203,17 @@ class _Way:
         part: tuple[int, int],
         ends: frozenset[int],
         complete: frozenset[int],
+        most: int,
     ) -> None:
-        """``ends``: tokens that end the output; ``complete``: those that may follow a complete one."""
+        """``ends``: tokens that end the output; ``complete``: those that may follow a complete one; ``most``:
+        tokens that are taken at once."""
         self._origin = origin
         self._matcher = origin.copy()
         self._row = row
         self._first, self._last = part
         self._ends = ends
         self._complete = complete
+        self._most = most
         self._at = self._first
         #: how sure all tokens before each position are
         self._sure = [1.0] * (len(row.ids) + 1)
@@ -214,6 +227,11 @@ class _Way:
         self.tokens = [-1] * len(row.ids)
         self.confidence = [0.0] * len(row.ids)
         self.error: str | None = None
+
+    @property
+    def walked(self) -> tuple[list[int], Matcher]:
+        """The tokens of the walk, and the matcher that has taken them."""
+        return self.tokens[self._first : self._at], self._matcher
 
     def explore(self) -> Generator[WhichToken | None, Allowed | Weights | None, bool]:
         """Walk to the end of the block or of the output; False if that is not found."""
@@ -236,7 +254,7 @@ class _Way:
         """Take known and proposed tokens that need not be weighed, if they are allowed; returns how many."""
         first, row = self._at, self._row
         run: list[int] = []
-        for at in range(first, min(first + _PIECE, self._last)):
+        for at in range(first, min(first + self._most, self._last)):
             known, own, sure = row.known[at], row.confidence[at], self._sure[at]
             token = row.ids[at] if known else row.tokens[at]
             doubted = not known and own < _SURE and sure > _FLOOR

@@ -419,7 +419,9 @@ def _allowed(asking: Sequence[_Going]) -> list[Allowed]:
     masks = torch.from_numpy(np.stack([each.mask for each in asking if each.mask is not None])).to(device)
     apply_masks_(lines, torch.arange(len(lines), device=device), masks)
     lines = filtered(lines, [each.seeker.filters for each in asking])
-    best = propose(lines.unsqueeze(1), replace(_of_rows(asked, rows, at), entropy=False))
+    # Of greedy rows, nothing but their logits counts.
+    mine = _of_rows(asked, rows, at) if asked.drawn or asked.lowered is not None else asked
+    best = propose(lines.unsqueeze(1), replace(mine, entropy=False))
     found = zip(best.tokens[:, 0].tolist(), best.valid[:, 0].tolist(), best.confidence.tolist(), strict=True)
     return [Allowed(token if good else -1, sure) for token, good, (sure,) in found]
 
