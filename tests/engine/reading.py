@@ -80,6 +80,7 @@ def outcome_of(
         case errors.InvalidRequest() if error.field in reading.params.constraints:
             return ("refused",)
         case errors.InvalidRequest():
+            assert restored
             assert error.field == "checkpoint"
             assert reading.params.masked, "nothing else refuses what there is"
             return ("refused",)
