@@ -67,6 +67,8 @@ LAYERS: list[set[str]] = [
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
     {"text", "cache", "native"},
+    # images in prompts
+    {"images"},
     # where a model comes from, and how its files are read; copies and checks of a caller's data
     # pages of KV outside the device
     {"checkpoint", "inputs", "tiers"},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from aioinfer.images.support import ImageSupport
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.spec import Progress
 from aioinfer.observe.timeline import DeviceLane, now
@@ -96,6 +97,8 @@ class DeviceInfo:
     generates: bool = True
     #: every position sees all of its prompt, which is one row and never cut
     whole_prompts: bool = False
+    #: of a model with an image encoder; None: it has none
+    images: ImageSupport | None = None
     #: of a model with recurrent state: how many states can be kept for cached prefixes; None: it has none
     num_snapshots: int | None = None
     #: bytes of all recurrent states

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from aioinfer.model.canvas import Canvas
     from aioinfer.model.state import RowStates
+    from aioinfer.model.vision.base import Features
 
 __all__ = ["Batch"]
 
@@ -59,5 +60,12 @@ class Batch:
     adapter_slots: list[int] | None = None
     #: of a model with canvases, those of the step; None for other models
     canvas: Canvas | None = None
+    #: the images of the step; None if it has none
+    features: Features | None = None
+    #: [3, T] positions of time, height and width that keys are rotated by (M-RoPE); None: ``positions``
+    rotary: torch.Tensor | None = None
+    #: [T] the position behind those that each token sees, in layers where the tokens of an image see each
+    #: other both ways; None: its own is the last
+    ends: torch.Tensor | None = None
     #: state that the attention kernel computes once for all layers of the step (masks, page lists)
     attention_plan: object | None = None

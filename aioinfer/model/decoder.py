@@ -23,6 +23,7 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import Change, ModelSpec, Recipe
 from aioinfer.model.updates.grafting import constants, graft
+from aioinfer.model.vision.base import Encoder
 from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["Decoder"]
@@ -67,6 +68,7 @@ class Decoder:
         self._head = head
         self._operations = operations
         self.updates: Recipe | None = None
+        self.encoder: Encoder | None = None
         #: every table once, by its identity
         self._ropes = {id(rope): rope for layer in trunk.layers if (rope := layer.mixer.rope) is not None}
 

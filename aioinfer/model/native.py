@@ -34,6 +34,7 @@ from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 from aioinfer.model.spec import Change, ModelSpec, Recipe
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.model.updates.new_weights import is_missing
+from aioinfer.model.vision.base import Encoder
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import (
@@ -138,6 +139,7 @@ class NativeDecoder:
             self.adapters = NativeAdapters(self._stack, targets.targets, places, targets.max_rank)
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self.updates: Recipe | None = None
+        self.encoder: Encoder | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
         #: arguments of every forward: a decoder computes one step at a time
         self._arguments = arguments = ForwardArguments.zeros()

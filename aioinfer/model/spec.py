@@ -15,12 +15,14 @@ from aioinfer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.images.support import ImageSupport
     from aioinfer.ledger import Share
     from aioinfer.model.adapters.base import AdapterSlots
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.attention.pool import KVShape
     from aioinfer.model.batch import Batch
     from aioinfer.model.state import StateShape
+    from aioinfer.model.vision.base import Encoder
 
 __all__ = ["CausalLM", "Change", "ModelSpec", "NewTensors", "Progress", "Recipe", "eos_token_ids"]
 
@@ -79,6 +81,8 @@ class ModelSpec:
     generates: bool = True
     #: every position sees all of its prompt, which is one row and never cut
     whole_prompts: bool = False
+    #: of a model with an image encoder; None: it has none
+    images: ImageSupport | None = None
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
     states: tuple[StateShape, ...] = ()
 
@@ -116,6 +120,8 @@ class CausalLM(Protocol):
     invariant: bool
     #: how it is given other weights; None: they cannot be replaced
     updates: Recipe | None
+    #: computes the features of images; None: there is none
+    encoder: Encoder | None
 
     @property
     def adapters(self) -> AdapterSlots | None:

@@ -46,6 +46,7 @@ class TransformersEncoder:
     adapters: AdapterSlots | None = None
     adapter_reason = "encoders have none"
     updates: Recipe | None = None
+    encoder: Encoder | None = None
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(

@@ -83,6 +83,7 @@ class TransformersLM:
         paged KV differ from those of its own attention."""
         architecture = config.architectures[0]
         self.updates: Recipe | None = None
+        self.encoder: Encoder | None = None
         _refuse_unknown(architecture, config.model_type)
         register()
         progress = progress or (lambda stage, done, total: None)

@@ -25,6 +25,7 @@ from aioinfer.scheduling.outcome import Outcome
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
+    from aioinfer.images.prompt import ImageUnit
     from aioinfer.params import SamplingParams
     from aioinfer.scheduling.sequence import Sequence
     from aioinfer.steering.state import SteeringState
@@ -34,11 +35,14 @@ __all__ = [
     "NO_ROWS",
     "UNDRAWN",
     "DraftInput",
+    "EncodeWork",
+    "Encoding",
     "Generating",
     "MultiStepBudget",
     "NewRequestData",
     "Outcome",
     "Row",
+    "RowFeatures",
     "Step",
     "TableUpdate",
     "new_request_data",
@@ -106,6 +110,43 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
     )
 
 
+class RowFeatures(NamedTuple):
+    """Positions of a row that are an image's."""
+
+    #: the first of them, counted from the row's first
+    at: int
+    #: number of the unit's features on the device, and the first of its positions that is meant
+    number: int
+    first: int
+    count: int
+
+
+class EncodeWork(NamedTuple):
+    """A slice of the layers of the image encoder, for one unit: the slice ``part`` of ``parts``."""
+
+    #: of the unit's features on the device
+    number: int
+    unit: ImageUnit
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def ends(self) -> bool:
+        """The features are there then."""
+        return self.part + 1 == self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What a step without rows does: it computes features of images."""
+
+    works: tuple[EncodeWork, ...]
+    #: numbers of features that no later step has
+    dropped: tuple[int, ...] = ()
+    #: the requests that wait for these features
+    sequences: tuple[Sequence, ...] = ()
+
+
 @dataclass(slots=True)
 class Row:
     """One unit of work: compute ``length`` positions of one request from ``start`` on.
@@ -143,6 +184,8 @@ class Row:
     pools: tuple[int, int] | None = None
     #: of a decode: what may follow its token. They are the row's last positions, and each position samples
     drafts: abc.Sequence[int] = ()
+    #: positions of images among them
+    features: abc.Sequence[RowFeatures] = ()
 
     @property
     def kv_length(self) -> int:
@@ -247,6 +290,8 @@ class Step:
     num_tokens: int
     #: of a step in which each row is one block
     multi_step: MultiStepBudget | None = None
+    #: in place of rows
+    encoding: Encoding | None = None
 
     @property
     def num_generating(self) -> int:

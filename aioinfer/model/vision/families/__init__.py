@@ -1,0 +1,1 @@
+"""Image encoders of model families, one per file."""
