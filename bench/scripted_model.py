@@ -118,6 +118,7 @@ class _Scripted:
     adapters = None
     adapter_reason = "it is scripted"
     updates: Any = None
+    encoder: Any = None
 
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
         self.spec = model.spec

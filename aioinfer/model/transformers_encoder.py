@@ -21,6 +21,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.selfcheck import check_whole
 from aioinfer.model.spec import ModelSpec, Progress
 from aioinfer.model.transformers_model import PAGED, Attend, attending, loaded, paged, random_model, register
+from aioinfer.model.vision.base import Encoder
 from aioinfer.model.weights import RandomWeights
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from aioinfer.model.rope import longest
 from aioinfer.model.selfcheck import FEW, TOLERANCE, Steps, check_cache, check_paged, record, sample, steps
 from aioinfer.model.shallow import block_size, kinds, shallow
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
+from aioinfer.model.vision.base import Encoder
 from aioinfer.model.weights import RandomWeights
 
 if TYPE_CHECKING:

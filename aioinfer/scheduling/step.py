@@ -118,7 +118,7 @@ class RowFeatures(NamedTuple):
     #: number of the unit's features on the device, and the first of its positions that is meant
     number: int
     first: int
-    count: int
+    length: int
 
 
 class EncodeWork(NamedTuple):

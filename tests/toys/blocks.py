@@ -66,6 +66,7 @@ class ScriptedLM:
     adapter_reason = "it is scripted"
     seconds: Mapping[str, float] = MappingProxyType({})
     updates: Any = None
+    encoder: Any = None
 
     def __init__(self, script: ScriptedLogits, spec: ModelSpec, *, num_pages: int, page_size: int) -> None:
         assert spec.block_size is not None, "not a diffusion model"

@@ -16,8 +16,8 @@ __all__ = ["Encoder", "Features"]
 
 
 class Encoder(Protocol):
-    """Computes one unit at a time, so that its bits depend on nothing else; in slices of layers, if that takes
-    long: ``end(layer(depth - 1, ... layer(0, begin(pixels))))``. Launch thread only."""
+    """Computes one unit at a time, so that its bits depend on nothing else; in slices of layers, if that
+    takes long: ``end(layer(depth - 1, ... layer(0, begin(pixels))))``. Launch thread only."""
 
     support: ImageSupport
     #: layers
