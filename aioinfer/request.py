@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from aioinfer.diffusion.state import BlockState
+    from aioinfer.images.prompt import PromptImages
 
 __all__ = ["MAX_LABEL", "SOON", "JobOptions", "Output", "Request", "RequestOptions", "SentOptions", "Switch",
            "check_timeout"]  # fmt: skip
@@ -166,6 +167,7 @@ class Output:
         "finished_at",
         "has_text",
         "identical",
+        "images",
         "label",
         "logprobs",
         "make_draft",
@@ -196,6 +198,8 @@ class Output:
         #: the prompt is tokenized and the request queued: ``prompt_ids`` and ``seed`` are known
         self.accepted = False
         self.prompt_ids: Sequence[int] = ()
+        #: the images in it, whose positions have words in ``prompt_ids``; None: it has none
+        self.images: PromptImages | None = None
         #: seed of the sampling noise
         self.seed = 0
         self.token_ids: list[int] = []

@@ -9,13 +9,13 @@ from typing import Literal
 
 from aioinfer import plugins
 from aioinfer.checkpoint.locate import locate, model_name
+from aioinfer.config.images import ImageSettings
 from aioinfer.config.options import (
     AT_LEAST_ONE,
     NOT_NEGATIVE,
     POSITIVE,
     UNIT_INTERVAL,
     Bounds,
-    Settings,
     check_fields,
     option,
     register,
@@ -34,7 +34,7 @@ SPECULATION = ("off", "lookup")
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig(Settings):
+class EngineConfig(ImageSettings):
     """Settings of an :class:`~aioinfer.Engine`. ``None`` is resolved when the model is known.
 
     Raises:

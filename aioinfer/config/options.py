@@ -81,6 +81,7 @@ GROUPS = {
     "speculation": "speculation",
     "sampling": "sampling and grammars",
     "diffusion": "diffusion models",
+    "images": "images in prompts",
     "chat": "chats: tool calls, reasoning, template",
     "limits": "limits and timeouts",
     "observing": "metrics, log lines and traces",

@@ -74,8 +74,16 @@ class Parts:
         """A packer for sequences of up to ``max_len`` positions."""
         config, page_size = self.config, self.config.positions_per_page
         rows, spec = self.kind.rows(config), self.model.spec
-        given = {"states": bool(spec.states), "hidden": spec.hidden_states}
-        return Packer(rows, config.num_slots, -(-max_len // page_size), page_size, graphs, **given)
+        return Packer(
+            rows,
+            config.num_slots,
+            -(-max_len // page_size),
+            page_size,
+            graphs,
+            states=bool(spec.states),
+            hidden=spec.hidden_states,
+            images=spec.images,
+        )
 
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""

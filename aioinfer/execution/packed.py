@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from aioinfer.execution.graph_shapes import GraphShape
 from aioinfer.execution.paging import PageTables, Placement
-from aioinfer.scheduling.step import MultiStepBudget
+from aioinfer.scheduling.step import Encoding, MultiStepBudget, RowFeatures
 
 if TYPE_CHECKING:
     import torch
@@ -96,6 +96,18 @@ class PackedStep:
     #: rows of prompts that sample nothing: the hidden states of their last positions, which attend to all the
     #: others, are the last of hidden_rows, and say whether the row is finite
     watched: Sequence[int] = ()
+    #: the features of the tokens in the section feature_rows [F], in their order; and sections ends [T] and
+    #: rotary [3 * T] of images
+    features: Sequence[RowFeatures] = ()
+    #: in place of rows
+    encoding: Encoding | None = None
+
+    @classmethod
+    def of_encoder(cls, step_id: int, encoding: Encoding) -> Self:
+        """A step without rows."""
+        return cls(
+            Sections({"input_ids": np.empty(0, np.int64)}), step_id, 0, 0, [], [], None, encoding=encoding
+        )
 
     @property
     def decodes_only(self) -> bool:

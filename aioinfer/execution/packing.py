@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.execution.decoding.base import RowPacker
+from aioinfer.execution.features import ImagePacker
 from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.packed import Layout, PackedStep, Sections
 from aioinfer.execution.paging import PageTables
 from aioinfer.execution.pooling import PoolingWork
-from aioinfer.scheduling.step import UNDRAWN, Step
+from aioinfer.images.support import ImageSupport
+from aioinfer.scheduling.step import UNDRAWN, RowFeatures, Step
 
 __all__ = ["Packer"]
 
@@ -26,7 +28,7 @@ class Packer:
 
     ``graphs``: steps that have room in one of these are computed by captured steps, which know most of the
     page tables of decodes already. ``states``: the model has recurrent state. ``hidden``: it gives hidden
-    states, and rows that sample nothing are checked by these.
+    states, and rows that sample nothing are checked by these. ``images``: it reads images.
     """
 
     def __init__(
@@ -39,8 +41,11 @@ class Packer:
         *,
         states: bool = False,
         hidden: bool = False,
+        images: ImageSupport | None = None,
     ) -> None:
         self._rows = rows
+        self._images = None if images is None else ImagePacker(images, num_slots)
+        self._image_token = 0 if images is None else images.token_id
         self._graphs = graphs
         self._states = states
         self._hidden = hidden
@@ -51,6 +56,8 @@ class Packer:
 
     def pack(self, step: Step) -> PackedStep:
         """Pack steps in the order of their ids, each once."""
+        if step.encoding is not None:
+            return PackedStep.of_encoder(step.id, step.encoding)
         generating, prefilling = step.generating, step.prefilling
         new = dict(generating.new_requests)
         new |= {row.slot: row.new_request for row in prefilling if row.new_request is not None}
@@ -58,6 +65,8 @@ class Packer:
         for slot, data in new.items():
             self._adapters[slot] = data.adapter
             self._adapted |= data.adapter > 0
+            if self._images is not None:
+                self._images.admit(slot, data)
         self._tables.update(new, (*generating.tables, *(row.table_update for row in prefilling)))
         layout = self._layout(step)
         placement = layout.placement
@@ -69,6 +78,10 @@ class Packer:
         pooling = None
         if any(row.pools is not None for row in prefilling):
             pooling = PoolingWork.pack(step, placement.cu_q, own)
+        features: list[RowFeatures] = []
+        if self._images is not None:
+            given, features = self._images.pack(step, layout.slots, placement.cu_q, placement.positions)
+            own |= given
         watched = _watched(step) if self._hidden else []
         if watched:
             pooled = own.get("hidden_rows", np.empty(0, np.int64))
@@ -97,6 +110,7 @@ class Packer:
             adapter_slots=None if layout.adapters is None else layout.adapters.tolist(),
             pooling=pooling,
             watched=watched,
+            features=features,
         )
 
     def _layout(self, step: Step) -> Layout:
@@ -110,8 +124,11 @@ class Packer:
         adapters = self._adapters[slots] if self._adapted else None
         if adapters is not None and not adapters.any():
             adapters = None
-        # Graphs were captured without adapters.
-        need = self._rows.graph_need(step) if adapters is None else None
+        # Graphs were captured without adapters and images.
+        eager = adapters is not None or (
+            self._images is not None and self._images.needs_own_step(step, slots)
+        )
+        need = None if eager else self._rows.graph_need(step)
         shape = None if need is None else self._graphs.fit(need)
         tabled = 0 if shape is None else generating.num_decodes
         placement = self._tables.place(slots, starts, q_len, first=tabled)
@@ -127,6 +144,9 @@ class Packer:
         for at, row in enumerate(step.prefilling, step.num_generating):
             first = int(cu_q[at])
             ids[first : first + len(row.ids)] = row.ids
+            if row.features:
+                known = ids[first : first + len(row.ids)]
+                known[known < 0] = self._image_token
         return ids
 
 

@@ -10,6 +10,7 @@ import torch
 
 from aioinfer.execution.decoding.base import Decoding, Output, Transfer
 from aioinfer.execution.device import StepResult
+from aioinfer.execution.features import FeatureStore
 from aioinfer.execution.graph_shapes import GraphShape
 from aioinfer.execution.graphs import StepGraphs
 from aioinfer.execution.packed import PackedStep
@@ -19,6 +20,7 @@ from aioinfer.model.spec import CausalLM
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.scheduling.step import Encoding
 
 __all__ = ["Runner", "check_ids"]
 
@@ -35,6 +37,7 @@ class Runner:
         states: StatePool | None = None,
     ) -> None:
         """``states``: of a model with recurrent state."""
+        self.features = None if model.encoder is None else FeatureStore(model.encoder)
         self.model = model
         self.attention = attention
         self.decoding = decoding
@@ -51,6 +54,8 @@ class Runner:
     def run(self, packed: PackedStep, transfer: Transfer) -> Output:
         """Enqueue one step. Raises ValueError, before anything is enqueued, for ids that no token has."""
         start = now()
+        if packed.encoding is not None:
+            return self._encode(packed.encoding, start)
         if not packed.decodes_only:
             check_ids(packed.sections["input_ids"], self.model.spec.vocab_size)
         if packed.shape is not None:
@@ -59,6 +64,9 @@ class Runner:
         logits_rows, state = self.decoding.gather(packed, parts, transfer)
         batch = _batch(packed, parts, logits_rows)
         batch.canvas = self.decoding.canvas
+        if packed.features:
+            assert self.features is not None, "a model without an encoder gets no images"
+            batch.features = self.features.features(parts["feature_rows"], packed.features)
         if self.states is not None:
             slots = parts["slots"]
             read, write = parts.get("state_read", slots), parts.get("state_write", slots)
@@ -82,6 +90,12 @@ class Runner:
         output.times = (start, forward, output.masked or forward, now())
         return output
 
+    def _encode(self, encoding: Encoding, start: float) -> Output:
+        assert self.features is not None, "a model without an encoder gets no images"
+        self.features.encode(encoding)
+        end = now()
+        return Output([], times=(start, end, end, end))
+
     def _replay(self, packed: PackedStep, shape: GraphShape, transfer: Transfer, start: float) -> Output:
         graphs = self.graphs
         assert graphs is not None, "the step was packed for graphs that are not there"
@@ -102,6 +116,8 @@ class Runner:
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
         """The result of a step from copies of its tensors, which are on the host by now."""
         start = now()
+        if packed.encoding is not None:
+            return StepResult([])
         pooling, count = packed.pooling, len(copies) - bool(packed.watched)
         if pooling is not None:
             count -= pooling.num_tensors
@@ -138,4 +154,6 @@ def _batch(packed: PackedStep, parts: dict[str, torch.Tensor], logits_rows: torc
         adapters=parts.get("adapters"),
         adapter_slots=packed.adapter_slots,
         hidden_rows=parts.get("hidden_rows"),
+        rotary=None if "rotary" not in parts else parts["rotary"].view(3, -1),
+        ends=parts.get("ends"),
     )

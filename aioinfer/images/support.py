@@ -18,6 +18,6 @@ class ImageSupport:
     #: positions have three coordinates (M-RoPE)
     m_rope: bool = False
     #: bytes of the features of one position
-    position_bytes: int = 0
+    position_bytes: int = 1
     #: positions of the longest unit
     longest: int = 0

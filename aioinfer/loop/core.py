@@ -32,6 +32,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.block_batch import draft_of
+from aioinfer.scheduling.features import FeatureCache
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed
 from aioinfer.scheduling.rates import TransferRates
@@ -132,6 +133,12 @@ class Core:
             snapshots=info.num_snapshots,
             snapshot_tokens=config.state_snapshot_tokens,
         )
+        if info.images is not None:
+            memory.features = FeatureCache(
+                int(config.encoder_cache_gib * 2**30) // info.images.position_bytes,
+                config.max_encoder_tokens,
+                two_way=info.images.two_way,
+            )
         speculation = None
         if self._drafter is not None:
             speculation = Speculation(
@@ -252,6 +259,7 @@ class Core:
         self._next_key += 1
         self._arrivals += not request.queue_behind
         output.prompt_ids, queued = prompt_ids, None
+        output.images = prepared.images
         if resumption is None:
             output.seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
             text = output_text(self.tokenizer, prompt_ids, params)
@@ -385,6 +393,8 @@ class Core:
     def timed(self, step: Step, seconds: float) -> None:
         """A step has taken so long, from the end of the one before it: what drafts and prompts cost follows
         from that."""
+        if step.encoding is not None:
+            return
         self.scheduler.queues.batch.timed(step, seconds)
         self.scheduler.times.observe(step, seconds)
         if step.prefilling:
@@ -403,13 +413,15 @@ class Core:
         if launched:
             self.scheduler.memory.resolved(step.id)
             self.adapters.resolved(step.id)
-        for sequence in step.sequences:
+        if step.encoding is not None and self.scheduler.memory.features is not None:
+            self.scheduler.memory.features.failed(step.encoding)
+        for sequence in step.concerned:
             # A request that has ended, but for its text, goes on getting that.
             if sequence.output.finished_at is None and not (
                 sequence.finished and sequence.output.text_behind
             ):
                 self.texts.end(sequence, error, distrust=True)
-        return step.sequences
+        return step.concerned
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.images.prompt import PromptImages
     from aioinfer.loop.resumption import Resumption
     from aioinfer.steering.state import SteeringState
     from aioinfer.text.grammar import GrammarState
@@ -68,6 +69,8 @@ class Prepared(NamedTuple):
     resumption: Resumption | None = None
     #: what else decides how the output goes on
     steering: SteeringState | None = None
+    #: the images in the prompt
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class Decoder:
             scale = self._scale(layer, batch)
             if not isinstance(scale, float) or scale != 1.0:
                 hidden, delta = (hidden + delta) * scale, None
+            if batch.features is not None:
+                batch.features.add(hidden, index)
         if batch.hidden_rows is not None:
             batch.hidden = self._last_norm(hidden, delta, batch.hidden_rows).float()
         if not len(batch.logits_rows):
@@ -149,6 +151,8 @@ class Decoder:
             hidden = hidden * embedding.scale
         if embedding.positions is not None:
             hidden = hidden + F.embedding(batch.positions, embedding.positions)
+        if batch.features is not None:
+            hidden.index_copy_(0, batch.features.rows, batch.features.vectors[0])
         return hidden
 
     def _scale(self, layer: Layer, batch: Batch) -> float | torch.Tensor:

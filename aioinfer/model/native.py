@@ -34,7 +34,7 @@ from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 from aioinfer.model.spec import Change, ModelSpec, Recipe
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.model.updates.new_weights import is_missing
-from aioinfer.model.vision.base import Encoder
+from aioinfer.model.vision.base import Encoder, Features
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import (
@@ -309,8 +309,19 @@ class NativeDecoder:
             arguments.hidden = batch.hidden.data_ptr()
         if self.spec.states:
             self._set_states(batch.states, rows)
+        self._set_features(batch.features)
         self._stack.forward(arguments)
         return logits
+
+    def _set_features(self, features: Features | None) -> None:
+        arguments = self._arguments
+        arguments.num_features = arguments.num_deep = 0
+        if features is not None:
+            count, vectors = len(features.rows), features.vectors
+            arguments.num_features, arguments.num_deep = count, len(vectors) - 1
+            arguments.feature_rows = address(features.rows, torch.int64, count)
+            size = len(vectors) * count * self.spec.hidden_size
+            arguments.features = address(vectors, self.spec.dtype, size)
 
     def _set_states(self, states: RowStates | None, rows: int) -> None:
         assert states is not None, "a step of a model with recurrent state has cells"

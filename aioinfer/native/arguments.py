@@ -391,6 +391,10 @@ class ForwardArguments(Arguments):
     hidden_rows: Address
     hidden: Address
     seconds: Address
+    num_features: int
+    feature_rows: Address
+    features: Address
+    num_deep: int
 
 
 @structure()

@@ -22,6 +22,7 @@ from aioinfer.cache.radix import Lock, RadixTree, token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 from aioinfer.scheduling.arrivals import Arrival, Departure, Transfers
+from aioinfer.scheduling.features import FeatureCache
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.states import StateCells
 
@@ -46,8 +47,8 @@ class Memory:
     """Pages, slots and, unless ``prefix_cache`` is off, the tree of prefixes."""
 
     __slots__ = (
-        *("copy_page", "finder", "hit_tokens", "pages", "queried_tokens", "slots", "states", "transfers"),
-        "tree",
+        *("copy_page", "features", "finder", "hit_tokens", "pages", "queried_tokens", "slots", "states"),
+        *("transfers", "tree"),
     )
 
     def __init__(
@@ -74,6 +75,8 @@ class Memory:
                 tree = SnapshotTree(pages.page_size, SnapshotPool(snapshots))
             self.tree = tree
             self.states = StateCells(slots.total, pages.page_size, tree, snapshot_tokens)
+        #: of a model that reads images
+        self.features: FeatureCache | None = None
         #: copies one page to another at once; None: the device cannot, or no sequence begins amid a page
         self.copy_page: Callable[[int, int], None] | None = None
         #: finds pages elsewhere; None: nothing is looked for
@@ -242,6 +245,8 @@ class Memory:
         self._commit(sequence, sequence.cursor.committed, fence)
         if self.states is not None:
             self.states.release(sequence)
+        if self.features is not None:
+            self.features.release(sequence)
         kv, kept = sequence.kv, 0
         if kv.arrival is not None:
             kept = self.transfers.abandon(kv.arrival)
@@ -420,3 +425,5 @@ class Memory:
         self.slots.audit([*(sequence.kv.slot for sequence in running), *slots])
         if self.states is not None:
             self.states.audit(running, self.transfers.departures)
+        if self.features is not None:
+            self.features.audit(running)

@@ -22,7 +22,7 @@ from aioinfer.scheduling.recovery import StepCap, Suspects, failed_before, struc
 from aioinfer.scheduling.reserve import NewTokenRatio, Outlook, Reserve
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.sequence import Sequence, SequenceState
-from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
+from aioinfer.scheduling.step import NO_ROWS, Encoding, Generating, Outcome, Row, Step, new_request_data
 from aioinfer.scheduling.step_time import StepTime
 from aioinfer.scheduling.token_batch import TokenBatch
 
@@ -40,6 +40,7 @@ class Scheduler:
     """
 
     __slots__ = (
+        "_encoded_last",
         "_prefilled_last",
         "_short",
         "_urgent",
@@ -85,7 +86,7 @@ class Scheduler:
         self.times = StepTime(config.step_time_target or 0.0)
         policy.plan_with(self.times, config.running_requests)
         self.budgets = Budgets(self.queues)
-        self._prefilled_last = False
+        self._prefilled_last = self._encoded_last = False
         #: a request lost pages while the current step was planned
         self._short = False
         #: the waiting request for which others were retracted
@@ -117,6 +118,8 @@ class Scheduler:
         self.weight_version = version
         for sequence in [*queues.running.values()]:
             self.retract(sequence)
+        if self.memory.features is not None:
+            self.memory.features.forget()
         try:
             queues.switch(version)
         except PolicyFailed as error:
@@ -130,9 +133,31 @@ class Scheduler:
         What raises for one request ends that request, and what raises in the queue's order ends those that
         wait: see ``faults``. After any other exception call :meth:`abandon_plan`.
         """
-        config, queues, memory = self.config, self.queues, self.queues.memory
-        if not queues.batch.may_plan(in_flight=queues.last_step > memory.pages.last_resolved):
+        queues = self.queues
+        if not queues.batch.may_plan(in_flight=queues.last_step > queues.memory.pages.last_resolved):
             return None
+        # Steps of the encoder take turns with others.
+        if not self._encoded_last and (step := self._encode()) is not None:
+            return step
+        step = self._plan_rows()
+        if step is None:
+            return self._encode()
+        self._encoded_last = False
+        return step
+
+    def _encode(self) -> Step | None:
+        """A step of the image encoder, if something wants one."""
+        features, queues = self.memory.features, self.queues
+        encoding = None if features is None else features.encode()
+        self._encoded_last = encoding is not None
+        if encoding is None:
+            return None
+        queues.last_step += 1
+        queues.counters.steps += 1
+        return Step(queues.last_step, NO_ROWS, (), 0, encoding=encoding)
+
+    def _plan_rows(self) -> Step | None:
+        config, queues, memory = self.config, self.queues, self.queues.memory
         budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.grain)
         self._short = False
         if self.suspects and (suspect := self.suspects.next()) is not None:
@@ -326,6 +351,10 @@ class Scheduler:
         if self._whole_prompts and length < stop - start:
             # All of it or nothing; a step without any other row has room for the longest.
             length = stop - start if budget.untouched else 0
+        features = self.memory.features
+        if features is not None and length and sequence.output.images is not None:
+            end = features.whole(sequence, start, start + length, alone=budget.untouched)
+            length = features.stop(sequence, start, end) - start
         rows: list[Row] = []
         if length:
             budget.spend_prefill(start, length)
@@ -351,6 +380,8 @@ class Scheduler:
         scores = cursor.score(start + length)
         row = Row(sequence, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
         row.pools = cursor.pool(start, start + length)
+        if self.memory.features is not None and sequence.output.images is not None:
+            row.features = self.memory.features.take(sequence, start, start + length)
         states = self.memory.states
         if states is not None:
             stop = start + length
@@ -470,6 +501,8 @@ class Scheduler:
         """
         queues = self.queues
         self.memory.resolved(step.id)
+        if step.encoding is not None:
+            return self._fail_encoding(step.encoding, error)
         queues.junk_until = queues.last_step
         alone, failed = step.num_rows == 1, []
         for sequence in struck(step):
@@ -490,6 +523,8 @@ class Scheduler:
         """
         queues = self.queues
         self.memory.resolved(step.id)
+        if step.encoding is not None:
+            return self._fail_encoding(step.encoding, error)
         self.cap.ran_out(step, queues.last_step)
         queues.junk_until = queues.last_step
         sequences = struck(step)
@@ -504,3 +539,11 @@ class Scheduler:
             queues.counters.out_of_memory_retries += 1
             queues.start_over(sequence)
         return failed
+
+    def _fail_encoding(self, encoding: Encoding, error: BaseException) -> list[Sequence]:
+        """A step of the encoder raised: it was computing for one request, which ends. Others that have the
+        same image will see for themselves."""
+        features, sequence = self.memory.features, encoding.sequence
+        assert features is not None
+        features.failed(encoding)
+        return [sequence] if self.queues.finish(sequence, "abort", error) else []

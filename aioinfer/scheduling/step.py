@@ -25,7 +25,7 @@ from aioinfer.scheduling.outcome import Outcome
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
-    from aioinfer.images.prompt import ImageUnit
+    from aioinfer.images.prompt import ImageUnit, PromptImages
     from aioinfer.params import SamplingParams
     from aioinfer.scheduling.sequence import Sequence
     from aioinfer.steering.state import SteeringState
@@ -89,6 +89,8 @@ class NewRequestData:
     adapter: int = 0
     #: of prompt and output together
     max_length: int = sys.maxsize
+    #: of the prompt
+    images: PromptImages | None = None
 
 
 def new_request_data(sequence: Sequence) -> NewRequestData | None:
@@ -107,6 +109,7 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
         sequence.cursor.resume,
         0 if sequence.adapter is None else sequence.adapter.slot,
         sequence.max_length,
+        sequence.output.images,
     )
 
 
@@ -142,9 +145,9 @@ class Encoding:
 
     works: tuple[EncodeWork, ...]
     #: numbers of features that no later step has
-    dropped: tuple[int, ...] = ()
-    #: the requests that wait for these features
-    sequences: tuple[Sequence, ...] = ()
+    dropped: tuple[int, ...]
+    #: the request that waits for them
+    sequence: Sequence
 
 
 @dataclass(slots=True)
@@ -310,6 +313,11 @@ class Step:
     def sequences(self) -> list[Sequence]:
         """The request of each row."""
         return [*self.generating.sequences, *(row.sequence for row in self.prefilling)]
+
+    @property
+    def concerned(self) -> list[Sequence]:
+        """The requests that something is computed for."""
+        return self.sequences if self.encoding is None else [self.encoding.sequence]
 
     @property
     def new_requests(self) -> list[Sequence]:

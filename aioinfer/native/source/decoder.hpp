@@ -89,6 +89,15 @@ struct Embedding {
 };
 
 // The inputs and the output of a step; see aioinfer.model.batch.Batch.
+// Vectors of images, which stand in place of those of tokens, and what is added to the residual behind the first layers.
+template <class T>
+struct ImageFeatures {
+  int64_t count;
+  const int64_t* rows;  // [count] tokens of the step, each once
+  const T* vectors;     // [1 + deep, count, hidden]
+  int64_t deep;
+};
+
 template <class T>
 struct StepInput {
   const int64_t* ids;  // [tokens]
@@ -107,6 +116,7 @@ struct StepInput {
   int64_t num_hidden;
   const int64_t* hidden_rows;
   float* hidden;  // [num_hidden, hidden] the normed residual, not rounded
+  ImageFeatures<T> features;
 };
 
 template <class T>
@@ -201,6 +211,10 @@ class Decoder {
       worker.parallel_in_runs(tokens, [&](int64_t t) {
         embedding_.read(step.ids[t], step.attention.positions[t], hidden_, residual(t));
       });
+      if (step.features.count != 0)
+        worker.parallel_in_runs(step.features.count, [&](int64_t i) {
+          std::copy_n(step.features.vectors + i * hidden_, hidden_, residual(step.features.rows[i]));
+        });
       if (per_layer_.any()) per_layer_.compute(worker, narrow_, step.ids, residual_.data(), tokens, eps_);
       for (size_t index = 0; index < layers_.size(); index++) {
         const Layer<T>& layer = layers_[index];
@@ -212,6 +226,7 @@ class Decoder {
         else
           sparse_part(worker, layer, tokens, watch);
         if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
+        if (static_cast<int64_t>(index) < step.features.deep) add_deep(worker, step.features, index, watch);
       }
       hidden_states(worker, step, watch);
       logits(worker, step, watch);
@@ -239,6 +254,8 @@ class Decoder {
     require_below("slot_mapping", input.cells, input.tokens, step.num_pages * step.page_size);
     require_below("logits_rows", step.logits_rows, step.num_logits, input.tokens);
     require_below("hidden_rows", step.hidden_rows, step.num_hidden, input.tokens);
+    require_below("feature_rows", step.features.rows, step.features.count, input.tokens);
+    require(step.features.deep >= 0, "num_deep is not a number of layers");
   }
 
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
@@ -399,6 +416,16 @@ class Decoder {
                 });
     watch.add(LINEAR);
     add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
+  }
+
+  void add_deep(Worker& worker, const ImageFeatures<T>& features, size_t index, Stopwatch& watch) {
+    const T* vectors = features.vectors + static_cast<int64_t>(index + 1) * features.count * hidden_;
+    worker.parallel_in_runs(features.count, [&](int64_t row) {
+      T* to = residual(features.rows[row]);
+      for (int64_t i = 0; i < hidden_; i += LANES)
+        Number<T>::store_lanes(to + i, Number<T>::load_lanes(to + i) + Number<T>::load_lanes(vectors + row * hidden_ + i));
+    });
+    watch.add(REST);
   }
 
   void hidden_states(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {

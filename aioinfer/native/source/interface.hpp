@@ -350,6 +350,10 @@ struct ForwardArguments {
   const int64_t* hidden_rows;  // [num_hidden] tokens whose normed residual is wanted
   float* hidden;               // [num_hidden, hidden]
   double* seconds;             // [PARTS] grow by the time of each part
+  int64_t num_features;
+  const int64_t* feature_rows;  // [num_features] tokens that are an image's
+  const T* features;            // [1 + num_deep, num_features, hidden]
+  int64_t num_deep;             // layers behind which features are added
 };
 
 // -- adapters -------------------------------------------------------------------------------------------------------

@@ -399,7 +399,8 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
     const RowStates states{a->read, a->write, a->num_cells};
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
                             states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits,
-                            a->adapters,  a->num_hidden,  a->hidden_rows, a->hidden};
+                            a->adapters,  a->num_hidden,  a->hidden_rows, a->hidden,
+                            {a->num_features, a->feature_rows, a->features, a->num_deep}};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });
