@@ -8,9 +8,11 @@ from typing import Any
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
+from aioinfer.images.prompt import PromptImages
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.audit import audit
+from aioinfer.scheduling.features import FeatureCache
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import Sequence
@@ -34,6 +36,7 @@ class Desk:
         prefix_cache: bool = True,
         snapshots: int | None = None,
         snapshot_tokens: int = 1,
+        features: FeatureCache | None = None,
         **limits: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -52,11 +55,18 @@ class Desk:
             snapshots=snapshots,
             snapshot_tokens=snapshot_tokens,
         )
+        self.memory.features = features
         self.scheduler = Scheduler(self.memory, EngineConfig(policy=policy, **{**options, **limits}))
         self.flights: list[Step] = []
         self._key = 0
 
-    def submit(self, prompt: int | abc.Sequence[int], max_tokens: int = 4, **options: Any) -> Sequence:
+    def submit(
+        self,
+        prompt: int | abc.Sequence[int],
+        max_tokens: int = 4,
+        images: PromptImages | None = None,
+        **options: Any,
+    ) -> Sequence:
         self._key += 1
         ids = [1000 * self._key + at for at in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(max_tokens=max_tokens)
@@ -68,6 +78,7 @@ class Desk:
             max_length=len(ids) + max_tokens,
             **options,
         )
+        request.output.images = images
         self.scheduler.submit(request)
         return request
 

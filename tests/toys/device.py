@@ -19,12 +19,14 @@ from aioinfer.config import PAGE_SIZE
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.execution.steering import SteeredRow, awake, steer
+from aioinfer.images.support import ImageSupport
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import ASKED, BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.fake_device import logprob as toy_logprob
 from tests.toys.adapters import ToyAdapter, ToyAdapters
+from tests.toys.features import ToyFeatures
 from tests.toys.pooling import beginning, mix, pool
 from tests.toys.states import TaintError, ToyStates, number_in
 from tests.toys.tokenizer import ToyTokenizer
@@ -83,7 +85,8 @@ class ToyDevice:
     rows hold junk, and so does what rows behind bring. ``defer`` is called with every row that samples: None
     lets it, otherwise so many tokens follow unsampled, perhaps 0. With ``snapshots`` the model has a
     recurrent state, of which so many can be kept; it must be right wherever a row starts from it.
-    ``max_adapters``: slots for adapters, each of which makes another model.
+    ``max_adapters``: slots for adapters, each of which makes another model. ``images``: it reads images,
+    whose words are a part of the hash.
     """
 
     synchronous = True
@@ -101,7 +104,9 @@ class ToyDevice:
         defer: Callable[[Row], int | None] | None = None,
         snapshots: int | None = None,
         max_adapters: int = 0,
+        images: ImageSupport | None = None,
     ) -> None:
+        self._images = images
         self.page_size = page_size = PAGE_SIZE if page_size is None else page_size
         self.vocab_size = vocab_size
         self.fault = fault
@@ -140,6 +145,7 @@ class ToyDevice:
         #: what the model's weights are: it writes another text for each
         self.weights = 0
         self._states = None if self._snapshots is None else ToyStates(self._num_slots, self._snapshots)
+        self.features = None if self._images is None else ToyFeatures(self._images)
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         self._reset()
@@ -154,6 +160,7 @@ class ToyDevice:
             hidden_size=3,
             num_snapshots=self._snapshots,
             max_adapters=self._max_adapters,
+            images=self._images,
             adapter_reason="" if self._max_adapters else "this toy has none",
         )
 
@@ -193,6 +200,9 @@ class ToyDevice:
             self.adapters.check(prepared.rows)
             if self.fault is not None:
                 self.fault(step)
+            if step.encoding is not None:
+                assert self.features is not None, "a toy that reads no images is to encode some"
+                self.features.encode(step.encoding)
             result = self._compute(prepared)
             if self.late_fault is not None:
                 self.late_fault(step)
@@ -245,6 +255,8 @@ class ToyDevice:
 
     def _spoil(self, prepared: _Prepared) -> None:
         """A step failed: how far it came is unknown."""
+        if prepared.step.encoding is not None and self.features is not None:
+            self.features.spoil(prepared.step.encoding)
         for row, table in zip(prepared.rows, prepared.tables, strict=True):
             self._doomed.add(row.sequence.key)
             if row.new_request is not None:
@@ -289,11 +301,11 @@ class ToyDevice:
             self._tenants[row.slot] = row.new_request
             self._relay[row.slot] = _POISON
             expected.clear()
-            self._extend(
-                row, expected, [*row.new_request.prompt_ids, *row.new_request.output_ids][: row.start]
-            )
+            self._extend(row, expected, [*row.sequence.prompt_ids, *row.new_request.output_ids][: row.start])
         if self._doomed_row(row) or (not row.ids and row.sequence.key in self._void):
             return [self._write_junk(row, table)] * (1 + len(row.drafts))
+        if self.features is not None:
+            self.features.check(row)
         self._void.discard(row.sequence.key)
         ids = row.ids or [*self._read_relay(row), *row.drafts]
         if len(ids) != row.length or row.length < 1:
@@ -332,7 +344,7 @@ class ToyDevice:
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
         state = states[-1] if states else beginning(self.weights) ^ self.adapters.key(row.slot)
         for token in ids:
-            if not 0 <= token < self.vocab_size:
+            if token >= self.vocab_size or (token < 0 and self.features is None):
                 raise TaintError(f"{row.sequence}: {token} is not a token")
             state = mix(state, token)
             states.append(state)

@@ -1,0 +1,257 @@
+"""When images are encoded, and which chunks wait for them."""
+
+from __future__ import annotations
+
+import random
+from collections import abc
+from typing import Any
+
+import pytest
+
+from aioinfer.images.prompt import ImageUnit, PromptImages, shown, words
+from aioinfer.images.support import ImageSupport
+from aioinfer.scheduling.audit import audit
+from aioinfer.scheduling.features import FeatureCache
+from aioinfer.scheduling.sequence import Sequence, SequenceState
+from aioinfer.scheduling.step import Outcome, Step
+from tests.scheduling.desk import Desk
+from tests.toys.features import ToyFeatures
+
+
+def prompt(*parts: int | str, patches: int = 16) -> tuple[list[int], PromptImages]:
+    """A prompt of so many tokens of text, and images by name, of eight positions each."""
+    ids: list[int] = []
+    units = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += range(100, 100 + part)
+            continue
+        units.append(ImageUnit(len(ids), 8, part.encode().ljust(16), patches, {}))
+        ids += words(part.encode(), 8)
+    return ids, PromptImages((), tuple(units))
+
+
+class Reader:
+    """A desk whose steps go to toy features."""
+
+    def __init__(
+        self, *, two_way: bool = False, capacity: int = 64, patches: int = 16, **limits: Any
+    ) -> None:
+        self.features = FeatureCache(capacity, patches, two_way=two_way)
+        self.desk = Desk(features=self.features, **limits)
+        self.toy = ToyFeatures(ImageSupport(token_id=1, two_way=two_way))
+
+    def submit(self, *parts: int | str, patches: int = 16, max_tokens: int = 2) -> Sequence:
+        ids, images = prompt(*parts, patches=patches)
+        return self.desk.submit(ids, max_tokens, images)
+
+    def launch(self) -> Step | None:
+        step = self.desk.scheduler.plan()
+        audit(self.desk.scheduler)
+        if step is not None:
+            if step.encoding is not None:
+                assert not step.num_rows
+                self.toy.encode(step.encoding)
+            for row in step.rows:
+                self.toy.check(row)
+        return step
+
+    def steps(self, most: int = 200) -> list[Step]:
+        """Run to the end."""
+        found = []
+        while self.desk.scheduler.queues.has_work:
+            step = self.launch()
+            assert step is not None, "a request waits, and nothing is planned"
+            found.append(step)
+            self.desk.bring(step)
+            assert len(found) < most
+        return found
+
+
+def chunks(steps: abc.Iterable[Step]) -> list[str | tuple[int, int]]:
+    """What each step was: "encode", or the positions of its first chunk."""
+    return [
+        "encode" if step.encoding else (step.prefilling[0].start, step.prefilling[0].kv_length)
+        for step in steps
+        if step.encoding or step.prefilling
+    ]
+
+
+def test_a_chunk_ends_in_front_of_an_image_that_is_then_encoded() -> None:
+    reader = Reader()
+    reader.submit(5, "cat", 3)
+    assert chunks(reader.steps()) == [(0, 5), "encode", (5, 16)]
+
+
+def test_an_image_at_the_beginning_is_encoded_first() -> None:
+    reader = Reader()
+    reader.submit("cat", 3)
+    assert chunks(reader.steps()) == ["encode", (0, 11)]
+
+
+def test_a_causal_image_is_cut_by_chunks_and_encoded_once() -> None:
+    reader = Reader(chunk_size=4)
+    reader.submit(2, "cat", 2)
+    found = chunks(reader.steps())
+    assert found.count("encode") == 1
+    assert (4, 8) in found
+    assert list(reader.toy.encoded.values()) == [1]
+
+
+@pytest.mark.parametrize("chunk_size", [3, 4, 7, 64])
+def test_an_image_that_attends_both_ways_is_never_cut(chunk_size: int) -> None:
+    reader = Reader(two_way=True, chunk_size=chunk_size)
+    reader.submit(2, "cat", "dog", 2)
+    ends = {each[1] for each in chunks(reader.steps()) if isinstance(each, tuple)}
+    assert not ends & {*range(3, 10), *range(11, 18)}
+
+
+def test_an_image_that_is_cached_is_not_encoded() -> None:
+    reader = Reader()
+    reader.submit(4, "cat", 4)
+    reader.steps()
+    reader.submit(4, "cat", 8)
+    steps = reader.steps()
+    assert "encode" not in chunks(steps)
+    assert reader.desk.memory.hit_tokens == 16
+
+
+def test_another_image_of_the_same_size_is_not_found() -> None:
+    reader = Reader()
+    reader.submit(4, "cat", 4)
+    reader.steps()
+    reader.submit(4, "dog", 4)
+    assert "encode" in chunks(reader.steps())
+    assert reader.desk.memory.hit_tokens == 4, "the text in front is"
+
+
+def test_without_its_words_another_image_would_be_found() -> None:
+    """What the words are for."""
+    reader = Reader()
+    for name in ("cat", "dog"):
+        ids, images = prompt(4, name, 4)
+        reader.desk.submit([min(max(token, -1), token) if token > 0 else -1 for token in ids], 2, images)
+        reader.steps()
+    assert reader.desk.memory.hit_tokens > 4
+
+
+def test_features_are_shared_by_prompts_that_have_the_same_image_elsewhere() -> None:
+    reader = Reader()
+    reader.submit(4, "cat", 1)
+    reader.submit(9, "cat", 1)
+    steps = reader.steps()
+    assert sum(step.encoding is not None for step in steps) == 1
+    assert list(reader.toy.encoded.values()) == [1]
+
+
+def test_a_large_unit_is_computed_in_slices_between_which_others_decode() -> None:
+    reader = Reader(patches=16)
+    other = reader.submit(4, max_tokens=20)
+    step = reader.launch()
+    assert step is not None
+    reader.desk.bring(step)
+    reader.submit("cat", patches=100)
+    steps = reader.steps()
+    encodes = [at for at, step in enumerate(steps) if step.encoding]
+    assert len(encodes) == 7
+    assert all(steps[at + 1].generating.sequences == [other] for at in encodes[:-1])
+
+
+def test_features_leave_when_others_need_the_room() -> None:
+    reader = Reader(capacity=16, prefix_cache=False)
+    for name in ("a", "b", "c", "a"):
+        reader.submit(2, name)
+        reader.steps()
+    assert reader.toy.encoded[b"a".ljust(16)] == 2
+    assert len(reader.toy.keys) <= 2
+
+
+def test_a_unit_larger_than_the_cache_is_encoded_alone() -> None:
+    reader = Reader(capacity=4)
+    for name in ("a", "b"):
+        reader.submit(2, name, 1)
+    assert all(count == 1 for count in reader.toy.encoded.values())
+    reader.steps()
+    assert len(reader.toy.encoded) == 2
+
+
+def test_a_retracted_request_finds_its_features() -> None:
+    reader = Reader(chunk_size=4, prefix_cache=False)
+    sequence = reader.submit(2, "cat", 2)
+    for _ in range(3):
+        step = reader.launch()
+        assert step is not None
+        reader.desk.bring(step)
+    reader.desk.scheduler.retract(sequence)
+    reader.steps()
+    assert list(reader.toy.encoded.values()) == [1]
+
+
+def test_a_step_of_the_encoder_that_fails_ends_the_request_it_was_for() -> None:
+    reader = Reader()
+    bad, good = reader.submit("cat", 3), reader.submit("dog", 3)
+    step = reader.launch()
+    assert step is not None
+    assert step.encoding is not None
+    error = RuntimeError("pixels")
+    assert reader.desk.scheduler.fail(step, error) == [bad]
+    reader.toy.spoil(step.encoding)
+    assert bad.output.error is error
+    reader.steps()
+    assert good.output.finish_reason == "length"
+
+
+def test_an_aborted_request_gives_its_features_back() -> None:
+    reader = Reader(capacity=8)
+    first = reader.submit("cat", 3)
+    step = reader.launch()
+    assert step is not None
+    reader.desk.scheduler.finish(first, "abort")
+    reader.desk.scheduler.resolve(step, Outcome([]))
+    second = reader.submit("dog", 3)
+    reader.steps()
+    assert second.output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_prompts_read_their_own_images(seed: int) -> None:
+    """Any order of steps in flight; the toy checks each row."""
+    dice = random.Random(seed)
+    two_way = dice.random() < 0.5
+    reader = Reader(
+        two_way=two_way,
+        capacity=dice.choice([4, 16, 64]),
+        patches=dice.choice([8, 16, 40]),
+        chunk_size=dice.choice([3, 8, 64]),
+        pages=dice.choice([24, 64]),
+        prefix_cache=dice.random() < 0.7,
+    )
+    requests: list[Sequence] = []
+    flights: list[Step] = []
+    for _ in range(400):
+        if len(requests) < 30 and dice.random() < 0.3:
+            parts = [dice.choice([*"abcd", 1, 4, 9]) for _ in range(dice.randint(1, 5))]
+            requests.append(reader.submit(*parts, 1, patches=dice.choice([8, 16, 50]), max_tokens=4))
+        running = [each for each in requests if each.state is SequenceState.RUNNING]
+        if running and dice.random() < 0.1:
+            chosen = dice.choice(running)
+            if dice.random() < 0.5:
+                reader.desk.scheduler.retract(chosen)
+            else:
+                reader.desk.scheduler.finish(chosen, "abort")
+        if len(flights) < 3 and (step := reader.launch()) is not None:
+            flights.append(step)
+        elif flights:
+            reader.desk.bring(flights.pop(0))
+    while flights:
+        reader.desk.bring(flights.pop(0))
+    reader.steps()
+    assert all(each.finished for each in requests), f"{seed=}"
+
+
+def test_words_are_negative_and_differ_by_image() -> None:
+    found = words(b"cat", 1000)
+    assert all(-(2**31) <= each < 0 for each in found)
+    assert len({*found, *words(b"dog", 1000)}) > 1990
+    assert words(b"cat", 7) == found[:7]
+    assert shown([5, *found[:2], 6], 99) == [5, 99, 99, 6]
