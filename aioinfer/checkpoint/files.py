@@ -26,6 +26,10 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Any | None:
         """A tokenizer of transformers; None if there is none."""
 
+    def processor(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """The settings of the image processor, and the contents of processor_config.json; None: it has
+        none."""
+
     def tensors(self) -> Tensors:
         """Its weights."""
 
@@ -60,6 +64,15 @@ class Directory:
                 raise ConfigError(f"model: {template.name} has no chat_template that is text")
             tokenizer.chat_template = stated
         return tokenizer
+
+    def processor(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        file, alone = self.path / "processor_config.json", self.path / "preprocessor_config.json"
+        stated = read_json_object(file) if file.is_file() else {}
+        # Newer files have the settings of all processors; transformers prefers them, too.
+        within = stated.get("image_processor")
+        if isinstance(within, dict):
+            return within, stated
+        return (read_json_object(alone), stated) if alone.is_file() else None
 
     def quantisation(self) -> Any | None:
         """How its weights are quantised: ``quantization_config``, or what stands for it; None: they are
@@ -111,6 +124,9 @@ class GGUFCheckpoint:
         from aioinfer.checkpoint.gguf_tokenizer import tokenizer_of
 
         return tokenizer_of(self._file)
+
+    def processor(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        return None
 
     def tensors(self) -> Tensors:
         from aioinfer.checkpoint.gguf_tensors import GGUFTensors

@@ -1,1 +1,27 @@
 """The image formats of model families, one per file: the text of an image in a prompt, and its units."""
+
+from __future__ import annotations
+
+from aioinfer import plugins
+from aioinfer.images.formats.base import ImageFormat
+
+__all__ = ["format_of"]
+
+_FOLDER = "images/formats"
+#: files by architecture
+_FILES = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Idefics3ForConditionalGeneration": "smolvlm",
+    "InternVLForConditionalGeneration": "internvl",
+    "Lfm2VlForConditionalGeneration": "lfm2_vl",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_vl",
+    "SmolVLMForConditionalGeneration": "smolvlm",
+}
+
+
+def format_of(architecture: str) -> type[ImageFormat] | None:
+    """The format of an architecture; None: no images are read for it."""
+    name = _FILES.get(architecture)
+    return plugins.load(_FOLDER, name) if name in plugins.names(_FOLDER) else None

@@ -1,0 +1,153 @@
+"""ImageProcessor: what a model's files make of images, up to the pixels that its encoder computes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from aioinfer.checkpoint.files import Checkpoint
+from aioinfer.checkpoint.libraries import importing_transformers
+from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.images.decoding import decoded
+from aioinfer.images.formats import format_of
+from aioinfer.images.formats.base import FormatFacts, ImageFormat, ImageParts
+from aioinfer.images.prompt import ImageUnit, PromptImages, words
+from aioinfer.images.rotary import rotary_positions
+from aioinfer.images.source import ImageSource
+
+__all__ = ["ImageProcessor", "ProcessedImage"]
+
+#: pixels of an image, unless the config says otherwise
+_MAX_PIXELS = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProcessedImage:
+    """An image as the encoder takes it."""
+
+    source: ImageSource
+    #: names it: a function of the image and of the processor
+    digest: bytes
+    parts: ImageParts
+
+    @property
+    def length(self) -> int:
+        """Its positions."""
+        return sum(unit.length for unit in self.parts.units)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pixels."""
+        return sum(array.nbytes for unit in self.parts.units for array in unit.pixels.values())
+
+
+class ImageProcessor:
+    """The images of a model. Its methods block, and may be called on any thread.
+
+    Attributes:
+        placeholder: the text that the chat template writes for an image.
+        token_id: the token that stands for a position of an image.
+        reserved: texts that no part of a chat with images may contain.
+        fingerprint: names the processor with its settings.
+    """
+
+    def __init__(self, form: ImageFormat, max_pixels: int = _MAX_PIXELS) -> None:
+        self._format = form
+        self._max_pixels = max_pixels
+        self.placeholder, self.token_id = form.placeholder, form.token_id
+        self.reserved = (form.placeholder, *form.reserved)
+        self.fingerprint = _fingerprint(form)
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, tokens: Mapping[str, int], max_pixels: int = _MAX_PIXELS
+    ) -> Self | None:
+        """That of a checkpoint whose tokenizer has these added ``tokens``; None: none of its images are read.
+        Raises ConfigError."""
+        stated = checkpoint.config()
+        form = format_of(next(iter(stated.get("architectures") or ()), ""))
+        files = checkpoint.processor()
+        if form is None or files is None:
+            return None
+        try:
+            with importing_transformers():
+                from transformers import CONFIG_MAPPING
+
+                config = CONFIG_MAPPING[stated["model_type"]].from_dict(stated)
+            return cls(form(FormatFacts(config, *files, tokens)), max_pixels)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"model: its images cannot be processed: {error}") from error
+
+    def process(self, source: ImageSource, field: str = "images") -> ProcessedImage:
+        """Decode an image and prepare it. Raises InvalidRequest, by the name ``field``."""
+        image = decoded(source, self._max_pixels, field)
+        try:
+            parts = self._format.parts(image)
+        except Exception as error:
+            size = f"{image.width} x {image.height} pixels"
+            raise InvalidRequest(field, f"the model takes no image of {size}: {error}") from error
+        return ProcessedImage(source, self._digest(source), parts)
+
+    def expand(self, text: str, processed: Sequence[ProcessedImage]) -> str:
+        """A text with what stands for the images in place of its placeholders. Raises InvalidRequest."""
+        pieces = text.split(self.placeholder)
+        if len(pieces) - 1 != len(processed):
+            count = f"the chat template writes {len(pieces) - 1} images of {len(processed)}"
+            raise InvalidRequest("messages", f"{count}: this model takes none in this place")
+        images = [image.parts.text for image in processed]
+        return "".join(piece + image for piece, image in zip(pieces, [*images, ""], strict=True))
+
+    def fold(self, ids: Sequence[int], processed: Sequence[ProcessedImage]) -> tuple[list[int], PromptImages]:
+        """The ids with words in place of image tokens, and where the images are. Raises InvalidRequest."""
+        places = [at for at, token in enumerate(ids) if token == self.token_id]
+        return self._placed(ids, places, processed)
+
+    def restore(self, ids: Sequence[int], sources: Sequence[ImageSource]) -> PromptImages:
+        """Where these images are in a prompt that has their words. Raises InvalidRequest: it has others."""
+        processed = [self.process(source) for source in sources]
+        places = [at for at, token in enumerate(ids) if token < 0]
+        found, images = self._placed(ids, places, processed)
+        if found != list(ids):
+            raise InvalidRequest("images", "are not those of the prompt, or another processor's")
+        return images
+
+    def _placed(
+        self, ids: Sequence[int], places: Sequence[int], processed: Sequence[ProcessedImage]
+    ) -> tuple[list[int], PromptImages]:
+        total = sum(image.length for image in processed)
+        if len(places) != total:
+            raise InvalidRequest("messages", f"have {len(places)} positions of images, which need {total}")
+        found, units, grids, at = list(ids), [], [], 0
+        for image in processed:
+            for place, word in zip(places[at:], words(image.digest, image.length), strict=False):
+                found[place] = word
+            for number, unit in enumerate(image.parts.units):
+                start, last = places[at], places[at + unit.length - 1]
+                if last - start != unit.length - 1:
+                    raise InvalidRequest("messages", "the positions of an image are not beside each other")
+                key = hashlib.blake2b(image.digest + number.to_bytes(4, "little"), digest_size=16).digest()
+                units.append(ImageUnit(start, unit.length, key, unit.patches, unit.pixels))
+                if unit.grid is not None:
+                    grids.append((start, unit.grid))
+                at += unit.length
+        sources = tuple(image.source for image in processed)
+        rotary, delta = rotary_positions(len(ids), grids) if grids else (None, 0)
+        return found, PromptImages(sources, tuple(units), rotary, delta)
+
+    def _digest(self, source: ImageSource) -> bytes:
+        digest = hashlib.blake2b(self.fingerprint, digest_size=32)
+        digest.update(repr(source.size).encode() + b"\0")
+        digest.update(source.data)
+        return digest.digest()
+
+
+def _fingerprint(form: ImageFormat) -> bytes:
+    settings: dict[str, Any] = form.processor.to_dict()
+    facts = [type(form).__name__, type(form.processor).__name__, settings]
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
