@@ -298,6 +298,7 @@ class NativeDecoder:
         arguments.kv_len = address(batch.kv_len, int64, rows)
         arguments.block_table = address(batch.block_table, int64, rows * table_width)
         arguments.table_width = table_width
+        arguments.ends = None if batch.ends is None else address(batch.ends, int64, tokens)
         arguments.logits_rows = address(batch.logits_rows, int64, wanted)
         arguments.logits = logits.data_ptr()
         arguments.adapters = None if batch.adapters is None else address(batch.adapters, int64, rows)

@@ -130,6 +130,7 @@ def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttenti
         out=kept.layer(mixer.out),
         window=params.window or 0,
         block=params.block,
+        spans=params.spans,
         scale=params.scale,
         soft_cap=params.soft_cap or 0.0,
         sinks=kept.floats(mixer.sinks, mixer.num_heads),

@@ -76,7 +76,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     ),
     "Gemma3ForCausalLM": (
         frozenset({"gemma3_text"}),
-        Gemma("config", qk_norm="heads", norms=FOUR_NORMS, windows="config"),
+        Gemma("config", qk_norm="heads", norms=FOUR_NORMS, windows="config", spans=True),
     ),
     "Gemma4ForCausalLM": (frozenset({"gemma4_text"}), Gemma4()),
     "Gemma4UnifiedForCausalLM": (frozenset({"gemma4_unified_text"}), Gemma4()),

@@ -215,8 +215,10 @@ class AttendArguments(Arguments):
     kv_len: Address
     block_table: Address
     table_width: int
+    ends: Address
     window: int
     block: int
+    spans: bool
     scale: float
     soft_cap: float
     sinks: Address
@@ -297,6 +299,7 @@ class SelfAttentionArguments(Arguments):
     out: Address
     window: int
     block: int
+    spans: bool
     scale: float
     soft_cap: float
     sinks: Address
@@ -379,6 +382,7 @@ class ForwardArguments(Arguments):
     kv_len: Address
     block_table: Address
     table_width: int
+    ends: Address
     state_pools: Address
     num_states: int
     num_cells: int

@@ -38,7 +38,7 @@ def attend(step: Setup, params: AttentionParams) -> torch.Tensor:
 
 def check(step: Setup, params: AttentionParams, got: torch.Tensor | None = None) -> None:
     """The result of a step, or ``got``, is what the formula says."""
-    scale, window, soft_cap, block, _ = params
+    scale, window, soft_cap, block, *_ = params
     expected = step.task.expected(scale, window=window, soft_cap=soft_cap, block=block, sinks=step.sinks)
     got = attend(step, params) if got is None else got
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)

@@ -85,6 +85,16 @@ class Row:
     qkv: torch.Tensor
     start: int
     pages: list[int] = field(default_factory=list)
+    #: (start, end) of positions that see each other both ways
+    spans: Sequence[tuple[int, int]] = ()
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """The end of the span that a position is in, or of itself."""
+        ends = torch.arange(1, len(self.qkv) + 1)
+        for start, stop in self.spans:
+            ends[start:stop] = stop
+        return ends
 
 
 def draw_rows(rng: random.Random, heads: Heads, count: int, longest: int = 300) -> list[Row]:
@@ -126,7 +136,10 @@ class Bench:
     def batch(self, parts: Sequence[tuple[Row, int, int]]) -> Batch:
         """A step of positions [from, to) of rows."""
         table = [([0] * (stop - start), start, row.pages) for row, start, stop in parts]
-        return build_batch(table, self.page_size, num_decodes=0)
+        batch = build_batch(table, self.page_size, num_decodes=0)
+        if any(row.spans for row, _, _ in parts):
+            batch.ends = torch.cat([row.ends[start:stop] for row, start, stop in parts])
+        return batch
 
     def step(self, parts: Sequence[tuple[Row, int, int]], *, fused: bool = True) -> list[torch.Tensor]:
         """Results [to - from, heads, head_dim] of each part."""
@@ -172,6 +185,8 @@ def expected(heads: Heads, row: Row, *, fused: bool = True) -> tuple[torch.Tenso
         scores = scoring.soft_cap * torch.tanh(scores / scoring.soft_cap)
     own, block = at[row.start :, None], scoring.block
     seen = at < (own // block + 1) * block
+    if scoring.spans:
+        seen |= at < row.ends[row.start :, None]
     if scoring.window is not None:
         seen &= at > own - scoring.window
     scores = scores.masked_fill(~seen, float("-inf"))

@@ -32,6 +32,9 @@ class AttentionParams(NamedTuple):
     #: whether keys and values are those that another layer of the same step has written: there are queries
     #: only, and nothing is written
     shared: bool = False
+    #: whether the tokens of an image see each other both ways: a query attends to every position from its
+    #: window's first up to ``ends`` of the :class:`~aioinfer.model.batch.Batch`, if that has any
+    spans: bool = False
 
 
 class Attention(Protocol):

@@ -2,9 +2,9 @@
 
 Rows whose tokens all attend to the same positions (decodes, and blocks of a diffusion model) are computed in
 batched calls over gathered keys and values, together with rows of the same length. The other rows (prefill
-chunks) are computed one by one. A row gathers cells of its own sequence only: the padding of a batched call
-repeats the row's own last cell under the mask. Values of other requests in the pool, NaN included, are
-never read.
+chunks, and all rows with tokens of images that see each other both ways) are computed one by one. A row
+gathers cells of its own sequence only: the padding of a batched call repeats the row's own last cell under
+the mask. Values of other requests in the pool, NaN included, are never read.
 
 Contexts are rounded up to a multiple of 16 and masked: the result of a row then has the same bits alone,
 in any batch and in any grouping (measured on the CPU for head sizes that are multiples of 16). Grouped
@@ -14,6 +14,7 @@ queries are folded into the query axis (batched) or spread by a stride of 0 (one
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from dataclasses import dataclass
@@ -210,13 +211,15 @@ class SDPAAttention:
     def _plan(self, batch: Batch, params: AttentionParams, shape: torch.Size) -> _Plan:
         """``shape``: of the keys of a position."""
         window, block = params.window, params.block
+        starts = list(itertools.accumulate(batch.q_lens, initial=0))
+        spans = _with_spans(batch, starts) if params.spans else frozenset()
         # Rows by their length, and the rows whose tokens attend to different positions.
         alike: dict[int, list[int]] = {1: list(range(batch.num_decodes))}
         mixed: list[int] = []
         for row in range(batch.num_decodes, len(batch.q_lens)):
             q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
             one_block = (kv_len - q_len) // block == (kv_len - 1) // block
-            if q_len == 1 or (one_block and (window is None or window >= kv_len)):
+            if row not in spans and (q_len == 1 or (one_block and (window is None or window >= kv_len))):
                 alike.setdefault(q_len, []).append(row)
             else:
                 mixed.append(row)
@@ -236,7 +239,6 @@ class SDPAAttention:
         ]
         needed = max([len(rows) * context for rows, context in groups] + reaches)
         buffers = self._buffers(needed * width)
-        starts = list(itertools.accumulate(batch.q_lens, initial=0))
         return _Plan(
             [
                 self._plan_group(batch, rows, starts, context, window, shape, buffers)
@@ -244,7 +246,14 @@ class SDPAAttention:
             ],
             [
                 self._plan_chunk(
-                    batch, row, slice(starts[row], starts[row + 1]), reach, params, shape, buffers
+                    batch,
+                    row,
+                    slice(starts[row], starts[row + 1]),
+                    reach,
+                    params,
+                    shape,
+                    buffers,
+                    spans=row in spans,
                 )
                 for row, reach in zip(mixed, reaches, strict=True)
             ],
@@ -315,6 +324,8 @@ class SDPAAttention:
         params: AttentionParams,
         shape: torch.Size,
         buffers: list[torch.Tensor],
+        *,
+        spans: bool,
     ) -> _Chunk:
         """``reach`` is the number of positions that any of the chunk's queries attends to."""
         q_len, kv_len = batch.q_lens[row], batch.kv_lens[row]
@@ -323,12 +334,13 @@ class SDPAAttention:
         if not whole or params.shared:
             positions = torch.arange(first, kv_len, device=device).unsqueeze(0)
             context = self._context(batch.block_table[row : row + 1], positions, shape, buffers)
-        if params.window is None or params.window >= kv_len:
+        ends = batch.ends[tokens] if spans and batch.ends is not None else None
+        if ends is None and (params.window is None or params.window >= kv_len):
             if (kv_len - q_len) // params.block == (kv_len - 1) // params.block:
                 return _Chunk(tokens, context, None)
             if whole and params.block == 1:
                 return _Chunk(tokens, context, None, causal=True)
-        return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device))
+        return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device, ends))
 
     def _context(
         self, tables: torch.Tensor, positions: torch.Tensor, shape: torch.Size, buffers: list[torch.Tensor]
@@ -368,12 +380,30 @@ def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[lis
     return groups
 
 
-def visible(q_len: int, first: int, stop: int, params: AttentionParams, device: torch.device) -> torch.Tensor:
+def _with_spans(batch: Batch, starts: list[int]) -> frozenset[int]:
+    """The rows with tokens that see beyond themselves. Waits for the device."""
+    if batch.ends is None:
+        return frozenset()
+    tokens = (batch.ends > batch.positions + 1).nonzero().flatten().tolist()
+    return frozenset(bisect.bisect_right(starts, token) - 1 for token in tokens)
+
+
+def visible(
+    q_len: int,
+    first: int,
+    stop: int,
+    params: AttentionParams,
+    device: torch.device,
+    ends: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention mask of the last ``q_len`` of positions [first, stop): bool [q_len, stop - first], True where
-    the query attends to the key."""
+    the query attends to the key. ``ends``: int64 [q_len], the ends of the spans that they are in."""
     query = torch.arange(stop - q_len, stop, device=device).unsqueeze(1)
     key = torch.arange(first, stop, device=device)
-    allowed = key < (query // params.block + 1) * params.block
+    behind = (query // params.block + 1) * params.block
+    if ends is not None:
+        behind = torch.maximum(behind, ends.unsqueeze(1))
+    allowed = key < behind
     if params.window is not None:
         allowed &= key > query - params.window
     return allowed

@@ -32,6 +32,8 @@ class Gemma(LlamaLike):
     norm_weight: NormWeight = "offset"
     #: whether the config states a soft cap of scores; that of Gemma 3's config is not read
     capped: bool = False
+    #: whether the tokens of an image see each other both ways
+    spans: bool = False
 
     def unsupported_reason(self, config: Any) -> str | None:
         if getattr(config, "use_bidirectional_attention", None):
@@ -53,6 +55,7 @@ class Gemma(LlamaLike):
             scale=(own(config, "query_pre_attn_scalar") or head_dim(config)) ** -0.5,
             window=self._window(config, index),
             soft_cap=config.attn_logit_softcapping if self.capped else None,
+            spans=self.spans,
         )
 
     def _activation(self, config: Any) -> str:

@@ -143,7 +143,12 @@ class Gemma4(Family):
                 [*rows, kv_heads * size, kv_heads * size],
             )
         bias, hidden = config.attention_bias, config.hidden_size
-        params = AttentionParams(1.0, window=config.sliding_window if window else None, shared=shared)
+        params = AttentionParams(
+            1.0,
+            window=config.sliding_window if window else None,
+            shared=shared,
+            spans=window and config.use_bidirectional_attention == "vision",
+        )
         return SelfAttention(
             num_heads=heads,
             kv=kv,

@@ -81,6 +81,16 @@ std::vector<AttentionTask> divide(const Rows& rows, const HeadShape<T>& shape, i
   return tasks;
 }
 
+// The inputs of attention that are the same in every layer of a step.
+struct AttentionInput {
+  int64_t tokens;
+  const int64_t* cells;      // [tokens] where each key and value goes
+  const int64_t* positions;  // [tokens] rows of the rotary table, or null for the tokens' own order
+  Rows rows;
+  // [tokens] the end of the span that a token is in, of another one its position + 1; or null: there are none
+  const int64_t* ends = nullptr;
+};
+
 // Scratch memory of one worker.
 template <class T>
 using AttentionScratch = std::conditional_t<BY_TILES<T>, TiledScratch<T>, VectorScratch<T>>;
@@ -108,8 +118,11 @@ class HeadSink {
 };
 
 template <class T>
-void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& kv, const AttentionParams& params,
-                 const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, const HeadSink& sink) {
+void attend_task(const AttentionTask& task, const AttentionInput& input, const KVPool<T>& kv,
+                 const AttentionParams& params, const Projected<T>& projected, int64_t group,
+                 AttentionScratch<T>& scratch, const HeadSink& sink) {
+  const Rows& rows = input.rows;
+  const int64_t* ends = params.spans ? input.ends : nullptr;
   const int64_t head_dim = kv.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
   const int64_t start = length - (rows.starts[task.row + 1] - begin);
   const Context<T> context(kv, rows.tables + task.row * rows.width, length, task.head);
@@ -118,8 +131,10 @@ void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& k
   // ``first``: of the block's queries in the task.
   const auto start_block = [&](auto& attending, int first) {
     for (int q = 0; q < task.queries; q++) {
-      const T* query = projected.queries + token(first + q) * projected.query_stride + head(first + q) * head_dim;
-      attending.begin(q, query, head(first + q), start + token(first + q) - begin, length);
+      const int64_t at = token(first + q), position = start + at - begin;
+      const T* query = projected.queries + at * projected.query_stride + head(first + q) * head_dim;
+      const int64_t behind = params.behind_visible(position, ends == nullptr ? 0 : ends[at], length);
+      attending.begin(q, query, head(first + q), position, behind);
     }
   };
   const auto finish_block = [&](auto& attending, int first) {
@@ -153,14 +168,6 @@ inline void check(const AttentionParams& params) {
   require(params.block >= 1 && params.window >= 0, "block or window is not a number of positions");
 }
 
-// The inputs of attention that are the same in every layer of a step.
-struct AttentionInput {
-  int64_t tokens;
-  const int64_t* cells;      // [tokens] where each key and value goes
-  const int64_t* positions;  // [tokens] rows of the rotary table, or null for the tokens' own order
-  Rows rows;
-};
-
 // A layer's attention: keys and values of all tokens are stored, then every query attends.
 template <class T>
 void attend(Worker& worker, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
@@ -172,7 +179,7 @@ void attend(Worker& worker, const std::vector<AttentionTask>& tasks, const Atten
                   scratch.sums.data());
   });
   worker.parallel(static_cast<int64_t>(tasks.size()), [&](int64_t index) {
-    attend_task(tasks[index], input.rows, kv, params, projected, shape.group(), scratch, sink);
+    attend_task(tasks[index], input, kv, params, projected, shape.group(), scratch, sink);
   });
 }
 

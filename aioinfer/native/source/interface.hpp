@@ -193,8 +193,10 @@ struct AttendArguments {
   const int64_t* kv_len;        // [rows]
   const int64_t* block_table;   // [rows, table_width]
   int64_t table_width;
-  int64_t window;  // 0: none
+  const int64_t* ends;  // [tokens], or null; see attention.hpp
+  int64_t window;       // 0: none
   int64_t block;
+  bool spans;  // ``ends`` is regarded
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // [heads], or null; see softmax.hpp
   float norm_eps;
@@ -263,6 +265,7 @@ struct SelfAttentionArguments {
   const Linear<T>* out;
   int64_t window;  // 0: none
   int64_t block;
+  bool spans;             // the ends of spans are regarded
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // [heads], or null
 };
@@ -338,6 +341,7 @@ struct ForwardArguments {
   const int64_t* kv_len;        // [rows]
   const int64_t* block_table;   // [rows, table_width]
   int64_t table_width;
+  const int64_t* ends;         // [tokens] of layers that regard spans, or null; see attention.hpp
   void* const* state_pools;    // [num_states] cells of recurrent state, by tensor
   int64_t num_states;
   int64_t num_cells;           // of each pool, the null cell included

@@ -68,8 +68,8 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
                     norm, value_norm, shared, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows,
-                    slot_mapping, cu_q, kv_len, block_table, table_width, window, block, scale, soft_cap, sinks,
-                    norm_eps, out)
+                    slot_mapping, cu_q, kv_len, block_table, table_width, ends, window, block, spans, scale, soft_cap,
+                    sinks, norm_eps, out)
   AIOINFER_TEMPLATE(PerLayerInputsArguments, table, projection, norm, layers, size, table_scale, projection_scale,
                     sum_scale)
   AIOINFER_TEMPLATE(PerLayerArguments, gate, out, function, post_norm)
@@ -77,7 +77,7 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
                     logit_cap, positions, hidden, norm_eps, per_layer)
   AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, value_norm, shared,
-                    whole_norm, head_norm_eps, cos, sin, rotary_dim, out, window, block, scale, soft_cap, sinks)
+                    whole_norm, head_norm_eps, cos, sin, rotary_dim, out, window, block, spans, scale, soft_cap, sinks)
   AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
   AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
                     norm, eps, out, state)
@@ -85,7 +85,7 @@ inline std::string layout() {
                     mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate, mlp_post_norm, dual,
                     per_layer, residual_scale)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
-                    num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width,
+                    num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,
                     state_pools, num_states, num_cells, read, write, logits_rows,
                     logits, adapters, num_hidden, hidden_rows, hidden, seconds,
                     num_features, feature_rows, features, num_deep)

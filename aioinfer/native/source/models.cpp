@@ -58,7 +58,7 @@ SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
       .gated = a.gated,
       .rotary = {a.cos, a.sin, a.rotary_dim},
       .out = a.out,
-      .params = {a.scale, a.soft_cap, a.window, a.block, a.sinks},
+      .params = {a.scale, a.soft_cap, a.window, a.block, a.sinks, a.spans},
       .kv = a.kv,
   };
 }
@@ -175,13 +175,13 @@ bool NAMED(linear)(const LinearArguments<T>* a) {
 
 bool NAMED(attend)(const AttendArguments<T>* a) {
   return guarded(false, [&] {
-    const AttentionInput input{
-        a->tokens, a->slot_mapping, nullptr, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
+    const Rows rows{a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width};
+    const AttentionInput input{a->tokens, a->slot_mapping, nullptr, rows, a->ends};
     const HeadShape<T> shape{a->heads, a->kv_heads, a->head_dim, a->norm, a->norm_eps, a->value_norm, a->shared};
     const Projected<T> projected{a->queries, a->keys, a->values, a->query_stride, a->kv_stride};
     const Rotary<T> rotary{a->cos, a->sin, a->rotary_dim};
     const KVPool<T> kv{a->kv_pool, a->page_size, a->kv_heads, a->head_dim};
-    const AttentionParams params{a->scale, a->soft_cap, a->window, a->block, a->sinks};
+    const AttentionParams params{a->scale, a->soft_cap, a->window, a->block, a->sinks, a->spans};
     shape.check(a->rotary_dim);
     check(params);
     check(input.rows, a->tokens, a->page_size, a->num_pages);
@@ -394,8 +394,8 @@ bool NAMED(set_table)(void* decoder, const void* table) {
 
 bool NAMED(forward)(const ForwardArguments<T>* a) {
   return guarded(false, [&] {
-    const AttentionInput attention{
-        a->tokens, a->slot_mapping, a->positions, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
+    const Rows rows{a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width};
+    const AttentionInput attention{a->tokens, a->slot_mapping, a->positions, rows, a->ends};
     const RowStates states{a->read, a->write, a->num_cells};
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
                             states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits,

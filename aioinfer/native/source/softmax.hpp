@@ -22,10 +22,12 @@ struct AttentionParams {
   // [heads] of each query head the score of a position that all queries see and that has no value, or null: none (Xiao
   // et al., arXiv 2309.17453; learned in gpt-oss)
   const float* sinks = nullptr;
+  bool spans = false;  // a query that is in a span sees that to the end
 
   int64_t first_visible(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
-  int64_t behind_visible(int64_t position, int64_t length) const {
-    return std::min((position / block + 1) * block, length);
+  // ``span``: the end of the query's span, or of any position before its own.
+  int64_t behind_visible(int64_t position, int64_t span, int64_t length) const {
+    return std::min(std::max((position / block + 1) * block, span), length);
   }
 };
 
@@ -35,10 +37,10 @@ class Softmax {
  public:
   explicit Softmax(const AttentionParams& params) : params_(params) {}
 
-  // Query ``q`` of a head is at ``position`` of a sequence of ``length``.
-  void begin(int q, int64_t head, int64_t position, int64_t length) {
+  // Query ``q`` of a head is at ``position`` of a sequence and sees it up to ``behind``.
+  void begin(int q, int64_t head, int64_t position, int64_t behind) {
     from_[q] = params_.first_visible(position);
-    to_[q] = params_.behind_visible(position, length);
+    to_[q] = behind;
     best_[q] = params_.sinks == nullptr ? -INFINITY : params_.sinks[head];
     total_[q] = best_[q] == -INFINITY ? 0 : 1;
   }

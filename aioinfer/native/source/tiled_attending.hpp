@@ -47,9 +47,9 @@ class TiledAttending {
       : context_(context), head_dim_(head_dim), scale_(params.scale), queries_(queries), scratch_(scratch),
         softmax_(params) {}
 
-  // Query ``q`` [head_dim] of a head, which is at ``position`` of a sequence of ``length``.
-  void begin(int q, const T* query, int64_t head, int64_t position, int64_t length) {
-    softmax_.begin(q, head, position, length);
+  // Query ``q`` [head_dim] of a head, which is at ``position`` of a sequence and sees it up to ``behind``.
+  void begin(int q, const T* query, int64_t head, int64_t position, int64_t behind) {
+    softmax_.begin(q, head, position, behind);
     if (queries_ <= FEW)
       for (int64_t d = 0; d < head_dim_; d += LANES)
         store(&scratch_.wide_queries[q * head_dim_ + d], Number<T>::load_lanes(query + d));
