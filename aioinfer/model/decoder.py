@@ -79,7 +79,7 @@ class Decoder:
             return self._forward(batch, attention)
 
     def _forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        rotaries = {key: rope.at(batch.positions) for key, rope in self._ropes.items()}
+        rotaries = {key: rope.at(batch.positions, batch.rotary) for key, rope in self._ropes.items()}
         step = MixerStep(batch, attention, rotaries)
         hidden = self._embed(batch)
         trunk = self._trunk

@@ -5,7 +5,8 @@ Their config has the text model's as a part, and among their tensors are the tex
 of other parts are told by their prefixes, and are never read. Any other tensor belongs to the text model,
 which must know it.
 
-In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it is the plain rotation.
+In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it is the plain rotation, and the
+text model's config has them only for images, beside the rotation.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-#: fields of rotary positions that matter to images only; "type" is the old "rope_type"
+#: fields of rotary positions that matter to images only, and the old name of "rope_type"
 _MROPE = frozenset({"mrope_section", "mrope_interleaved", "type"})
 
 
@@ -129,6 +130,8 @@ def _config(outer: Any, text: Any, wrapper: Wrapper, quantisation: Any) -> Any:
     if wrapper.own:
         fields["canvas_length"] = outer.canvas_length
     rope = fields.get("rope_parameters") or {}
+    if "mrope_section" in rope:
+        fields["mrope_section"] = rope["mrope_section"]
     fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _MROPE}
     # transformers asks the outer config first, and of the head no other.
     fields["tie_word_embeddings"] = outer.tie_word_embeddings

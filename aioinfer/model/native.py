@@ -31,6 +31,7 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.native_mixers import Kept, Rekept, mixer_arguments, projections
 from aioinfer.model.norm import Norm
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
+from aioinfer.model.rope import Rotary
 from aioinfer.model.spec import Change, ModelSpec, Recipe
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.model.updates.new_weights import is_missing
@@ -109,6 +110,8 @@ class NativeDecoder:
         self.spec = spec
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._eps, embedding = trunk.norm.eps, trunk.embedding
+        #: every table once, by its identity
+        self._ropes = {id(rope): rope for layer in trunk.layers if (rope := layer.mixer.rope) is not None}
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
         #: not copied: what is mapped stays in its file
@@ -311,8 +314,18 @@ class NativeDecoder:
         if self.spec.states:
             self._set_states(batch.states, rows)
         self._set_features(batch.features)
+        rotary = self._rotary(batch)
+        arguments.cos = None if rotary is None else address(rotary.cos, self.spec.dtype, rotary.cos.numel())
+        arguments.sin = None if rotary is None else address(rotary.sin, self.spec.dtype, rotary.sin.numel())
         self._stack.forward(arguments)
         return logits
+
+    def _rotary(self, batch: Batch) -> Rotary | None:
+        """The factors of the tokens, where these have three positions each; None: those of the layers."""
+        if batch.rotary is None:
+            return None
+        (rope,) = self._ropes.values()
+        return rope.at(batch.positions, batch.rotary)
 
     def _set_features(self, features: Features | None) -> None:
         arguments = self._arguments

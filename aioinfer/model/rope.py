@@ -105,9 +105,13 @@ class Rotary:
 
 
 class Rope:
-    """Cosines and sines by position, computed once, of angles in float32."""
+    """Cosines and sines by position, computed once, of angles in float32.
 
-    __slots__ = ("digest", "table")
+    With M-RoPE (Qwen2-VL, arXiv 2409.12191) a token has three positions, of time, height and width, and each
+    pair of dimensions is rotated by one of them. In a text they are the same, so it is the plain rotation.
+    """
+
+    __slots__ = ("_axes", "_dimensions", "digest", "table")
 
     def __init__(
         self,
@@ -135,11 +139,35 @@ class Rope:
                 torch.cat(halves, dim=-1, out=whole[part, 0])
         #: cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`
         self.table = tuple(each.to(device) for each in table)
+        #: [rotary_dim] which of the three positions of M-RoPE rotates a dimension; None without
+        self._axes = _axes(config, len(inv_freq), device)
+        self._dimensions = torch.arange(size, device=device)
 
-    def at(self, positions: torch.Tensor) -> Rotary:
-        """The factors of tokens at positions [T] int64."""
+    def at(self, positions: torch.Tensor, three: torch.Tensor | None = None) -> Rotary:
+        """The factors of tokens at positions [T] int64; ``three``: at positions of M-RoPE, [3, T] int64."""
         cos, sin = self.table
-        return Rotary(cos[positions], sin[positions])
+        if three is None:
+            return Rotary(cos[positions], sin[positions])
+        assert self._axes is not None, "a model without M-RoPE has one position for each token"
+        at, dimensions = three[self._axes].T.contiguous()[:, None], self._dimensions
+        return Rotary(cos[at, 0, dimensions], sin[at, 0, dimensions])
+
+
+def _axes(config: Any, count: int, device: torch.device) -> torch.Tensor | None:
+    """Of ``count`` frequencies with interleaved sections (Qwen3-VL): height and width have every third one,
+    from the second or third on, as many as their sections say; time has the others."""
+    sections = getattr(config, "mrope_section", None)
+    if sections is None:
+        return None
+    numbers = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
+    if not (numbers and len(sections) == 3 and sum(sections) == count):
+        raise ConfigError(
+            f"model: mrope_section must be three numbers that add up to {count}, got {shown(sections)}"
+        )
+    axes = torch.zeros(count, dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return torch.cat((axes, axes)).to(device)
 
 
 def _check_memory(size: int, positions: int) -> None:

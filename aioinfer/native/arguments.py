@@ -399,6 +399,8 @@ class ForwardArguments(Arguments):
     feature_rows: Address
     features: Address
     num_deep: int
+    cos: Address
+    sin: Address
 
 
 @structure()

@@ -117,6 +117,8 @@ struct StepInput {
   const int64_t* hidden_rows;
   float* hidden;  // [num_hidden, hidden] the normed residual, not rounded
   ImageFeatures<T> features;
+  const T* cos;   // [tokens, rotary_dim] in place of the layers' tables; or null
+  const T* sin;
 };
 
 template <class T>
@@ -308,8 +310,11 @@ class Decoder {
         mixed.put(to, at, values);
       };
     };
-    attend(worker, divisions_.tasks(self.division), step.attention, Projected<T>::of(projected, shape, width), shape,
-           self.rotary, kv, self.params, divisions_.scratch(self.division, worker.index()), HeadSink(start));
+    AttentionInput input = step.attention;
+    Rotary<T> rotary = self.rotary;
+    if (step.cos != nullptr) input.positions = nullptr, rotary.cos = step.cos, rotary.sin = step.sin;
+    attend(worker, divisions_.tasks(self.division), input, Projected<T>::of(projected, shape, width), shape, rotary, kv,
+           self.params, divisions_.scratch(self.division, worker.index()), HeadSink(start));
   }
 
   void mix(Worker& worker, const ShortConv<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,

@@ -358,6 +358,8 @@ struct ForwardArguments {
   const int64_t* feature_rows;  // [num_features] tokens that are an image's
   const T* features;            // [1 + num_deep, num_features, hidden]
   int64_t num_deep;             // layers behind which features are added
+  const T* cos;                // [tokens, rotary_dim] in place of the tables of layers, which all rotate as much; or null
+  const T* sin;
 };
 
 // -- adapters -------------------------------------------------------------------------------------------------------

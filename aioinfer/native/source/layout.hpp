@@ -88,7 +88,7 @@ inline std::string layout() {
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,
                     state_pools, num_states, num_cells, read, write, logits_rows,
                     logits, adapters, num_hidden, hidden_rows, hidden, seconds,
-                    num_features, feature_rows, features, num_deep)
+                    num_features, feature_rows, features, num_deep, cos, sin)
   AIOINFER_PLAIN(LowRankTarget, a, b, a_is_bfloat16, b_is_bfloat16, rank, start, rows, scale)
   AIOINFER_PLAIN(AdaptedLayer, layer, part, targets, count)
   AIOINFER_TEMPLATE(AdaptArguments, decoder, adapter, layers, count)

@@ -400,7 +400,7 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
                             states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits,
                             a->adapters,  a->num_hidden,  a->hidden_rows, a->hidden,
-                            {a->num_features, a->feature_rows, a->features, a->num_deep}};
+                            {a->num_features, a->feature_rows, a->features, a->num_deep}, a->cos, a->sin};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });
