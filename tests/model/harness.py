@@ -210,6 +210,9 @@ class Driver:
             step += 1
         return sequences
 
+    def finish(self, batch: Batch, order: list[Sequence_]) -> None:
+        """Give the batch what else it needs; ``order``: the sequences of its rows."""
+
     @torch.inference_mode()
     def _step(self, here: list[Sequence_], all_logits: bool) -> None:
         decodes = [seq for seq in here if seq.done >= seq.prompt_len]
@@ -236,6 +239,7 @@ class Driver:
             batch.adapters = torch.tensor(batch.adapter_slots, device=self.device)
         if all_logits and self.model.spec.hidden_states:
             batch.hidden_rows = batch.logits_rows
+        self.finish(batch, order)
         logits = self.model.forward(batch, self.attention).float()
         at = 0
         for seq, (ids, start, _) in zip(order, rows, strict=True):

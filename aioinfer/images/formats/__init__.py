@@ -16,7 +16,9 @@ _FILES = {
     "InternVLForConditionalGeneration": "internvl",
     "Lfm2VlForConditionalGeneration": "lfm2_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
     "Qwen3_5ForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_vl",
     "SmolVLMForConditionalGeneration": "smolvlm",
 }
 
