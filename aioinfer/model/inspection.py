@@ -25,6 +25,7 @@ from aioinfer.model.multimodal import TextPart, text_part
 from aioinfer.model.quantization import Quantization
 from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
 from aioinfer.model.spec import Progress
+from aioinfer.model.vision.part import VisionPart, vision_part
 from aioinfer.model.weights import RandomWeights, Weights
 
 __all__ = [
@@ -83,6 +84,8 @@ class LoadOptions:
     #: prefer kernels that give a token the same bits in any batch; whether all of the model has them is its
     #: ``invariant``
     deterministic: bool = False
+    #: load the encoder of images of a model that has one
+    images: bool = True
 
     @property
     def stored(self) -> bool:
@@ -102,6 +105,10 @@ class Opened:
     #: reason why transformers computes it
     fallback_reason: str
     blocks: Blocks | None
+    #: its image encoder; None: no images are read
+    vision: VisionPart | None
+    #: reason why a multimodal model reads none
+    blind_reason: str
 
     @classmethod
     def of(cls, path: Path, options: LoadOptions) -> Opened:
@@ -110,7 +117,8 @@ class Opened:
         dtype, family = choose_dtype(config, options.dtype, options.device), _family(config, options)
         reason = "" if family else "asked for" if options.force_transformers else why_not_own(config)
         blocks = _blocks(config, family, options.block_size)
-        return cls(checkpoint, config, dtype, family, reason, blocks)
+        vision, blind = _vision(checkpoint, options, reason)
+        return cls(checkpoint, config, dtype, family, reason, blocks, vision, blind)
 
     @property
     def architecture(self) -> str:
@@ -120,7 +128,10 @@ class Opened:
     @property
     def part(self) -> str:
         """The part of the checkpoint that is loaded; empty if it is all of it."""
-        return self.checkpoint.description if isinstance(self.checkpoint, TextPart) else ""
+        if not isinstance(self.checkpoint, TextPart):
+            return ""
+        others = None if self.vision is None else self.vision.tensors
+        return self.checkpoint.description(others, images=self.vision is not None)
 
     @property
     def texts(self) -> Callable[[Tensors], Tensors] | None:
@@ -236,6 +247,19 @@ def _family(config: Any, options: LoadOptions) -> Family | None:
             "and cannot run here; the built-in code can, without transformers_fallback"
         )
     return None
+
+
+def _vision(
+    checkpoint: Checkpoint, options: LoadOptions, fallback_reason: str
+) -> tuple[VisionPart | None, str]:
+    """The image encoder that is loaded, or None and the reason why a multimodal model has none."""
+    if not isinstance(checkpoint, TextPart):
+        return None, ""
+    if fallback_reason:
+        return None, "the text model is computed by transformers"
+    if not options.images:
+        return None, "images is False"
+    return vision_part(checkpoint, stored=options.stored)
 
 
 def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | None:

@@ -339,6 +339,17 @@ def make_layers(
     return TorchLayers(make_operations(layers), make_linear, made, adapters, float8, invariant=invariant)
 
 
+def make_tower_layers(dtype: torch.dtype, blobs: Blobs | None, *, native: bool) -> LayerKernels:
+    """The kernels of an image encoder, whose rows are many: native ones or plain torch. Its weights stay as
+    they are stored, whatever the option ``quantization`` makes of those of the text model."""
+    if native:
+        from aioinfer.model.native_layers import NativeLayers
+        from aioinfer.native.bindings import shared_thread_pool
+
+        return NativeLayers(shared_thread_pool(torch.get_num_threads()), dtype, "auto", blobs)
+    return TorchLayers(TorchOperations(), TorchLinear, None)
+
+
 def make_operations(layers: Backend) -> Operations:
     """The operations that go with the backend of layers."""
     if layers.name != "triton":

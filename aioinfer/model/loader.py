@@ -36,6 +36,7 @@ from aioinfer.model.sizes import weight_bytes
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.updates.new_weights import Known
 from aioinfer.model.updates.recipe import DecoderRecipe
+from aioinfer.model.vision.part import VisionPart
 from aioinfer.model.weights import RandomWeights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
 
@@ -140,7 +141,7 @@ class _Own:
         if not options.cache_weights:
             return self._build(None)
         check_cache_weights(self.layers, options.load_format, opened.architecture)
-        facts = str(opened.dtype), options.quantization, options.experts
+        facts = str(opened.dtype), options.quantization, options.experts, opened.vision is not None
         model, done = _load_cached(opened.checkpoint, self._build, self.progress, *facts)
         reason = f"{model.spec.layer_reason}; {done}"
         model.spec = replace(model.spec, layer_reason=reason)
@@ -165,6 +166,8 @@ class _Own:
         stated = opened.checkpoint.generation_config()
         decoder = build_decoder(stated, self.family, config, weights, kernels, **facts)
         weights.give_back()
+        if opened.vision is not None:
+            self._add_encoder(decoder, opened.vision, len(weights.names), blobs)
         decoder.updates = DecoderRecipe(
             config=config,
             known=Known(weights.names, kernels.tied),
@@ -191,6 +194,18 @@ class _Own:
         if headless is not None:
             _without_head(decoder, headless, classifier)
         return decoder
+
+    def _add_encoder(self, model: CausalLM, vision: VisionPart, before: int, blobs: Blobs | None) -> None:
+        """Give a model its image encoder; ``before``: number of the tensors of its text model."""
+        dtype, device, told = self.opened.dtype, self.options.device, self.progress
+        progress = None
+        if told is not None:
+            progress = lambda what, done, total: told(what, before + done, before + total)  # noqa: E731
+        weights = vision.weights(dtype, device, progress, self.check_size)
+        encoder = vision.build(weights, vision.kernels(self.layers, dtype, blobs))
+        model.encoder = encoder
+        count = model.spec.num_parameters + weights.num_parameters
+        model.spec = replace(model.spec, images=encoder.support, num_parameters=count)
 
 
 def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:

@@ -1,9 +1,9 @@
-"""Multimodal models, of which the causal language model inside is loaded, for text alone.
+"""Multimodal models, of which the causal language model inside is loaded, and an encoder beside it.
 
 Their config has the text model's as a part, and among their tensors are the text model's under a prefix.
 :func:`text_part` makes of both a checkpoint of the text model alone; later code knows no wrappers. Tensors
-of other parts are told by their prefixes, and are never read. Any other tensor belongs to the text model,
-which must know it.
+of other parts are told by their prefixes, and are read by encoders alone (:mod:`aioinfer.model.vision.part`).
+Any other tensor belongs to the text model, which must know it.
 
 In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it is the plain rotation, and the
 text model's config has them only for images, beside the rotation.
@@ -11,7 +11,7 @@ text model's config has them only for images, beside the rotation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +46,7 @@ _VISUAL = ("visual.",)
 #: and the layers that predict further tokens
 _VISUAL_AND_FURTHER = ("visual.", "mtp.")
 _TOWER = ("vision_tower.", "multi_modal_projector.")
+_CONNECTED = ("vision_model.", "connector.")
 _EMBED = ("embed_vision.", "embed_audio.")
 #: facts by architecture
 WRAPPERS = {
@@ -64,6 +65,7 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(_TOWER),
     "Gemma4ForConditionalGeneration": Wrapper(("vision_tower.", "audio_tower.", *_EMBED)),
     "Gemma4UnifiedForConditionalGeneration": Wrapper(("vision_embedder.", *_EMBED)),
+    "Idefics3ForConditionalGeneration": Wrapper(_CONNECTED),
     "InternVLForConditionalGeneration": Wrapper(_TOWER),
     "Lfm2VlForConditionalGeneration": Wrapper(_TOWER),
     "Mistral3ForConditionalGeneration": Wrapper(_TOWER),
@@ -73,12 +75,14 @@ WRAPPERS = {
     "Qwen3VLMoeForConditionalGeneration": Wrapper(_VISUAL, "qwen3_moe", {"norm_topk_prob": True}),
     "Qwen3_5ForConditionalGeneration": Wrapper(_VISUAL_AND_FURTHER),
     "Qwen3_5MoeForConditionalGeneration": Wrapper(_VISUAL_AND_FURTHER),
+    "SmolVLMForConditionalGeneration": Wrapper(_CONNECTED),
 }
 
 #: where checkpoints have the tensors of the text model, and what they are called without a wrapper; the first
 #: prefix that fits counts
 _PREFIXES = (
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("model.decoder.", "model."),
     ("model.encoder.language_model.", "model.encoder."),
     ("language_model.model.", "model."),
@@ -105,7 +109,7 @@ def text_part(checkpoint: Checkpoint, config: Any, *, stored: bool) -> tuple[Che
     if quantisation is None:
         quantisation = (stated.get("text_config") or {}).get("quantization_config")
     inner = _config(config, text, wrapper, quantisation)
-    part = TextPart(checkpoint.path, architecture, wrapper, inner, quantisation, stored=stored)
+    part = TextPart(checkpoint.path, config, wrapper, inner, quantisation, stored=stored)
     # Some configs say so of a head of its own; transformers believes the weights, too.
     inner.tie_word_embeddings = bool(inner.tie_word_embeddings) and not (stored and part.has_own_head())
     return part, inner
@@ -154,7 +158,7 @@ class TextPart(Directory):
     def __init__(
         self,
         path: Path,
-        architecture: str,
+        outer: Any,
         wrapper: Wrapper,
         config: Any,
         quantisation: Any,
@@ -163,20 +167,46 @@ class TextPart(Directory):
     ) -> None:
         """``config``: of the text model; ``stored``: the weights are to be read."""
         super().__init__(path)
-        self._architecture = architecture
+        #: the config of the whole model
+        self.outer = outer
+        self.architecture: str = outer.architectures[0]
         self._wrapper = wrapper
         self._text_config = config
         self._quantisation = quantisation
         self._stored = stored
 
-    @property
-    def description(self) -> str:
-        """The part that is loaded, in words for the user. Raises ConfigError."""
-        found = f"text part of {self._architecture}"
-        return f"{found}; {self._text.unread} tensors of other parts are not read" if self._stored else found
+    def description(self, others: Tensors | None, *, images: bool) -> str:
+        """The part that is loaded, in words for the user. Raises ConfigError.
+
+        Args:
+            others: the tensors that are read besides those of the text model.
+            images: an encoder is loaded, too.
+        """
+        found = f"text{' and images' if images else ' part'} of {self.architecture}"
+        unread = self._text.unread - (0 if others is None else len(others.names)) if self._stored else 0
+        return f"{found}; {unread} tensors of other parts are not read" if unread else found
 
     def tensors(self) -> Tensors:
         return self._tensors
+
+    def others(self, prefixes: tuple[str, ...], renames: Sequence[tuple[str, str]]) -> Tensors:
+        """The tensors of other parts whose names have one of these prefixes, without "model." in front.
+        Raises ConfigError.
+
+        Args:
+            prefixes: of their names, as they are returned.
+            renames: beginnings of names in the checkpoint, and what is returned for them.
+        """
+        found = {}
+        for stored in self._files.names:
+            name = stored.removeprefix("model.")
+            for old, new in renames:
+                if name.startswith(old):
+                    name = new + name.removeprefix(old)
+                    break
+            if name.startswith(prefixes):
+                found[name] = stored
+        return self._as_quantised(RenamedTensors(self._files, found))
 
     def texts(self) -> Callable[[Tensors], Tensors]:
         """A function that takes the tensors of the text model from those of the same architecture."""
@@ -191,16 +221,23 @@ class TextPart(Directory):
         return head.dtype != embedding.dtype or not head.equal(embedding)
 
     @cached_property
+    def _files(self) -> Tensors:
+        return SafetensorsTensors(self.path)
+
+    @cached_property
     def _text(self) -> _TextTensors:
-        return _TextTensors(SafetensorsTensors(self.path), self._wrapper.unread, self._text_config)
+        return _TextTensors(self._files, self._wrapper.unread, self._text_config)
 
     @cached_property
     def _tensors(self) -> Tensors:
+        return self._as_quantised(self._text)
+
+    def _as_quantised(self, tensors: Tensors) -> Tensors:
         if self._quantisation is None:
-            return self._text
+            return tensors
         from aioinfer.checkpoint.formats import quantised_tensors
 
-        return quantised_tensors(self._text, self._quantisation)
+        return quantised_tensors(tensors, self._quantisation)
 
 
 class _TextTensors(RenamedTensors):

@@ -24,7 +24,17 @@ def weight_bytes(opened: Opened, options: LoadOptions, layers: Backend) -> int:
     tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
     small = frozenset() if options.deterministic else _small(tensors, quantization, layers)
     roundings = _roundings(tensors, family, quantization)
-    return stored_bytes(tensors, dtype.itemsize, roundings, quantised, tables, small)
+    text = stored_bytes(tensors, dtype.itemsize, roundings, quantised, tables, small)
+    return text + _vision_bytes(opened, layers)
+
+
+def _vision_bytes(opened: Opened, layers: Backend) -> int:
+    """Bytes that the weights of the image encoder take at least."""
+    vision = opened.vision
+    if vision is None or vision.tensors is None:
+        return 0
+    quantised = kept(vision.tensors) if vision.native(layers) else frozenset()
+    return stored_bytes(vision.tensors, opened.dtype.itemsize, kept=quantised)
 
 
 def _roundings(tensors: Tensors, family: Family, quantization: Quantization) -> dict[str, Rounding]:

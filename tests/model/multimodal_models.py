@@ -77,6 +77,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "internvl": ("InternVL",
         {"model_type": "qwen2"}, {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
         {**_IMAGE_ID, **_TIED}),
+    "smolvlm": ("SmolVLM",
+        {"model_type": "llama"}, {**_VISION, "num_hidden_layers": 3}, {**_IMAGE_ID, **_UNTIED}),
+    "idefics3": ("Idefics3",
+        {"model_type": "llama"}, {**_VISION, "image_size": 26, "patch_size": 4, "hidden_act": "gelu"},
+        {**_IMAGE_ID, **_TIED, "scale_factor": 3}),
     "gemma3": ("Gemma3", {**_HEADS, **_SLIDING}, _VISION, {**_IMAGE_INDEX, "mm_tokens_per_image": 4}),
     # Of text, images and sounds.
     "gemma4": ("Gemma4",
@@ -144,7 +149,15 @@ def edit_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def is_vision(name: str) -> bool:
     """Whether a tensor belongs to another part than the text model."""
-    parts = "visual.", "vision_", "multi_modal_projector.", "audio_tower.", "embed_vision.", "embed_audio."
+    parts = (
+        "visual.",
+        "vision_",
+        "multi_modal_projector.",
+        "audio_tower.",
+        "embed_vision.",
+        "embed_audio.",
+        "connector.",
+    )
     return any(part in name for part in parts)
 
 

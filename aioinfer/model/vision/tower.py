@@ -1,0 +1,170 @@
+"""Tower: the skeleton of image encoders, a ViT (Dosovitskiy et al., arXiv 2010.11929) over one unit.
+
+Families put it together of :class:`Block`, and add what is in front of the blocks and behind them. Linear
+layers are those of text models; everything else is torch, in the model's dtype. Attention is torch's, over
+all patches of the unit, which is alone: its bits depend on nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from aioinfer.images.support import ImageSupport
+from aioinfer.model.linear import Linear
+from aioinfer.model.mlp import FeedForward
+from aioinfer.model.norm import Norm
+from aioinfer.model.operations.torch_operations import normed
+
+__all__ = [
+    *("Block", "ExactGelu", "Pixels", "Rotation", "Tower", "TowerAttention", "TowerState"),
+    *("merged_patches", "rotated", "unfolded"),
+]
+
+#: the arrays of a unit, by their names
+Pixels = Mapping[str, npt.NDArray[np.generic]]
+#: cos and sin, [patches, groups, n] each: each group of ``2 * n`` dimensions of a head is rotated by itself,
+#: element i of its first half with element i of the second
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TowerState:
+    """A unit between two layers."""
+
+    #: [patches, width]
+    hidden: torch.Tensor
+    #: rows and columns of patches
+    grid: tuple[int, int]
+    #: of queries and keys; None: positions were added in front
+    rotation: Rotation | None = None
+    #: [length, hidden] each: features that are added behind layers of the text model
+    deep: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TowerAttention:
+    """Self-attention of all patches."""
+
+    #: to [patches, 3 * heads * head_dim]: queries, keys and values
+    qkv: Linear
+    out: Linear
+    heads: int
+    scale: float
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    value_norm: Norm | None = None
+    #: norms are over all heads as one vector, not over each
+    whole: bool = False
+
+    def __call__(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        """Normed [patches, width] to the summand of the residual."""
+        norms = self.query_norm, self.key_norm, self.value_norm
+        parts = []
+        for part, norm in zip(self.qkv(hidden).chunk(3, dim=-1), norms, strict=True):
+            if norm is not None and self.whole:
+                part = normed(part, norm)
+            part = part.view(len(hidden), self.heads, -1)
+            parts.append(part if norm is None or self.whole else normed(part, norm))
+        query, key, value = parts
+        if rotation is not None:
+            query, key = rotated(query, rotation), rotated(key, rotation)
+        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
+        seen = F.scaled_dot_product_attention(query, key, value, scale=self.scale)
+        return self.out(seen[0].transpose(0, 1).reshape(len(hidden), -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer: attention and a feed-forward part, each behind a norm."""
+
+    attention_norm: Norm
+    attention: TowerAttention
+    mlp_norm: Norm
+    mlp: FeedForward
+    #: norms of the outputs of both parts
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    #: factors of the outputs of both parts, [width] (Touvron et al., arXiv 2103.17239)
+    attention_scale: torch.Tensor | None = None
+    mlp_scale: torch.Tensor | None = None
+
+    def __call__(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+        """[patches, width] to the same behind it."""
+        found = self.attention(normed(hidden, self.attention_norm), rotation)
+        hidden = _added(hidden, found, self.attention_post_norm, self.attention_scale)
+        found = self.mlp(normed(hidden, self.mlp_norm))
+        return _added(hidden, found, self.mlp_post_norm, self.mlp_scale)
+
+
+def _added(
+    hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None, scale: torch.Tensor | None
+) -> torch.Tensor:
+    part = part if norm is None else normed(part, norm)
+    return hidden + part if scale is None else torch.addcmul(hidden, part, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactGelu:
+    """``down(gelu(up(x)))`` with the exact GELU, which native kernels do not have."""
+
+    up: Linear
+    down: Linear
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(hidden)))
+
+
+class Tower(ABC):
+    """An :class:`~aioinfer.model.vision.base.Encoder` of blocks. Each family has a subclass."""
+
+    def __init__(self, blocks: Sequence[Block], support: ImageSupport) -> None:
+        self.blocks = blocks
+        self.depth = len(blocks)
+        self.support = support
+
+    @abstractmethod
+    def begin(self, pixels: Pixels) -> TowerState:
+        """The patches in front of the first block, from the arrays of a unit."""
+
+    def layer(self, index: int, state: TowerState) -> TowerState:
+        """The state behind a block."""
+        return replace(state, hidden=self.blocks[index](state.hidden, state.rotation))
+
+    @abstractmethod
+    def end(self, state: TowerState) -> torch.Tensor:
+        """The features; see :meth:`aioinfer.model.vision.base.Encoder.end`."""
+
+
+def unfolded(pixels: npt.NDArray[Any], size: tuple[int, int]) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The patches of pixels [channels, height, width] as rows [patches, channels * size[0] * size[1]], on the
+    CPU, and the grid of patches. Pixels that fill no patch are left out."""
+    channels, height, width = pixels.shape
+    rows, columns = height // size[0], width // size[1]
+    cut = pixels[:, : rows * size[0], : columns * size[1]]
+    patches = cut.reshape(channels, rows, size[0], columns, size[1]).transpose(1, 3, 0, 2, 4)
+    # A copy, since the array may be for reading only.
+    return torch.from_numpy(patches.copy()).view(rows * columns, -1), (rows, columns)
+
+
+def merged_patches(hidden: torch.Tensor, grid: tuple[int, int], factor: int) -> torch.Tensor:
+    """Squares of ``factor`` by ``factor`` patches as one vector each, [patches / factor**2, factor**2 *
+    width]: row by row, as is a square inside (pixel shuffle; Shi et al., arXiv 1609.05158)."""
+    rows, columns = grid[0] // factor, grid[1] // factor
+    parts = hidden.view(rows, factor, columns, factor, -1).permute(0, 2, 1, 3, 4)
+    return parts.reshape(rows * columns, -1)
+
+
+def rotated(values: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Heads [patches, heads, head_dim], rotated; in the type of the factors, if that is the larger one."""
+    cos, sin = (part[:, None] for part in rotation)
+    first, second = values.unflatten(-1, (cos.shape[-2], 2, -1)).unbind(-2)
+    turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-2)
+    return turned.flatten(-3).to(values.dtype)

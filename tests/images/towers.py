@@ -1,0 +1,57 @@
+"""Units of the families of image encoders, as the encoder here gets them and as transformers does.
+
+A family adds its models to :mod:`tests.model.multimodal_models`, and a line to ``TOWERS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["TOWERS", "TowerCase", "features", "oracle_features"]
+
+#: makes of a size and random numbers the arrays of a unit, and the arguments of get_image_features
+Make = Callable[[tuple[int, int], np.random.Generator], tuple[dict[str, Any], dict[str, Any]]]
+
+
+class TowerCase(NamedTuple):
+    """The units of one model."""
+
+    make: Make
+    #: heights and widths of units, in what ``make`` counts
+    sizes: tuple[tuple[int, int], ...]
+
+
+def square_tile(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tile of SmolVLM and Idefics3."""
+    pixels = rng.standard_normal((3, *size), dtype=np.float32)
+    return {"pixel_values": pixels}, {"pixel_values": torch.from_numpy(pixels)[None, None]}
+
+
+#: by the names of models
+TOWERS = {
+    "smolvlm": TowerCase(square_tile, ((16, 16), (24, 24), (40, 40))),
+    "idefics3": TowerCase(square_tile, ((26, 26), (38, 38))),
+}
+
+
+def oracle_features(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
+    """[1 + deep, length, hidden] by transformers' ``model``."""
+    with torch.no_grad():
+        found = model.model.get_image_features(**arguments, return_dict=True)
+    pooled = found.pooler_output
+    main = torch.cat([*pooled]) if isinstance(pooled, (list, tuple)) else pooled.flatten(0, -2)
+    return torch.stack([main, *(getattr(found, "deepstack_features", None) or ())])
+
+
+def features(encoder: Any, pixels: dict[str, Any]) -> torch.Tensor:
+    """The features of a unit, by all layers at once."""
+    with torch.no_grad():
+        state = encoder.begin(pixels)
+        for index in range(encoder.depth):
+            state = encoder.layer(index, state)
+        found: torch.Tensor = encoder.end(state)
+    return found
