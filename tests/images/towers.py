@@ -25,16 +25,24 @@ class TowerCase(NamedTuple):
     sizes: tuple[tuple[int, int], ...]
 
 
-def square_tile(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A tile of SmolVLM and Idefics3."""
+def listed_tile(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tile of SmolVLM and Idefics3, to which transformers gives lists of images."""
     pixels = rng.standard_normal((3, *size), dtype=np.float32)
     return {"pixel_values": pixels}, {"pixel_values": torch.from_numpy(pixels)[None, None]}
 
 
+def tile(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A tile by itself."""
+    pixels = rng.standard_normal((3, *size), dtype=np.float32)
+    return {"pixel_values": pixels}, {"pixel_values": torch.from_numpy(pixels)[None]}
+
+
 #: by the names of models
 TOWERS = {
-    "smolvlm": TowerCase(square_tile, ((16, 16), (24, 24), (40, 40))),
-    "idefics3": TowerCase(square_tile, ((26, 26), (38, 38))),
+    "smolvlm": TowerCase(listed_tile, ((16, 16), (24, 24), (40, 40))),
+    "idefics3": TowerCase(listed_tile, ((26, 26), (38, 38))),
+    "internvl": TowerCase(tile, ((16, 16), (16, 16))),
+    "internvl-rms": TowerCase(tile, ((24, 24),)),
 }
 
 

@@ -77,6 +77,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     "internvl": ("InternVL",
         {"model_type": "qwen2"}, {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
         {**_IMAGE_ID, **_TIED}),
+    # As the encoder of 6 billion parameters.
+    "internvl-rms": ("InternVL",
+        {**_HEADS, "model_type": "qwen3"},
+        {**_VISION, "image_size": [24, 24], "patch_size": [4, 4], "num_hidden_layers": 2,
+        "norm_type": "rms_norm", "use_qk_norm": True, "use_mean_pooling": False, "attention_bias": True,
+        "hidden_act": "gelu_pytorch_tanh"},
+        {**_IMAGE_ID, **_UNTIED}),
     "smolvlm": ("SmolVLM",
         {"model_type": "llama"}, {**_VISION, "num_hidden_layers": 3}, {**_IMAGE_ID, **_UNTIED}),
     "idefics3": ("Idefics3",

@@ -16,6 +16,7 @@ from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.multimodal import TextPart
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.base import Encoder
+from aioinfer.model.vision.families.internvl import InternVL
 from aioinfer.model.vision.families.smolvlm import SmolVLM
 from aioinfer.model.vision.source import TowerSource, VisionFamily
 from aioinfer.model.weights import RandomWeights, Weights
@@ -27,6 +28,7 @@ _SMOLVLM = SmolVLM()
 #: architecture -> the family of its encoder
 _FAMILIES: dict[str, VisionFamily] = {
     "Idefics3ForConditionalGeneration": _SMOLVLM,
+    "InternVLForConditionalGeneration": InternVL(),
     "SmolVLMForConditionalGeneration": _SMOLVLM,
 }
 
