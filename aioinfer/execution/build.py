@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from aioinfer.config import PAGE_SIZE, EngineConfig
+from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -23,6 +24,7 @@ from aioinfer.execution.sizing import (
     cpu_budget,
     cuda_budget,
     fit_states,
+    image_bytes,
     size_pool,
     step_bytes,
 )
@@ -151,7 +153,11 @@ def paged(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
     """The config as the recurrent states of a loaded model need it, see
-    :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory."""
+    :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory, and ConfigError: an image that is never
+    cut does not fit a step."""
+    if spec.images is not None and spec.images.two_way and spec.images.longest > config.step_tokens:
+        longest = spec.images.longest
+        raise ConfigError(f"max_step_tokens must be at least {longest}, the positions of an image")
     if not spec.states:
         return config
     if device.type == "cuda":
@@ -218,4 +224,5 @@ def _measured_budget(parts: Parts, backend: CudaBackend, shapes: GraphShapes) ->
     # The trial's graphs are gone with its frame.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(parts.device)
+    wanted += image_bytes(config, parts.model.spec)
     return cuda_budget(total=total, free=free, wanted=wanted, utilization=config.gpu_memory_utilization)

@@ -68,7 +68,15 @@ def step_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     kept = rows * spec.hidden_size * spec.dtype.itemsize if spec.canvas else 0
     if spec.canvas:
         rows = min(rows, config.step_tokens)
+    kept += image_bytes(config, spec)
     return _STEP_BASE + config.step_tokens * per_token + 16 * rows * spec.vocab_size + kept
+
+
+def image_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bytes of the features of images that are kept; of one unit at least."""
+    if spec.images is None:
+        return 0
+    return max(int(config.encoder_cache_gib * 2**30), spec.images.longest * spec.images.position_bytes)
 
 
 def check_pool(config: EngineConfig, pool_bytes: int, *, state_bytes: int = 0) -> None:

@@ -287,7 +287,9 @@ class Core:
             sequence.take_version(self.weight_version)
         else:
             resumption.place(sequence, cell, self.weight_version)
-        if self.preparing.speculates(params):
+        # A model that drafts reads no images.
+        reads = output.images is None or self.info.draft_unit is None
+        if reads and self.preparing.speculates(params):
             prompt = np.frombuffer(sequence.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
             drafts = DraftRequest(prompt, prediction, output.label or "")
