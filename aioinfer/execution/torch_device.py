@@ -179,6 +179,7 @@ class TorchDevice:
             num_labels=spec.num_labels,
             generates=spec.generates,
             whole_prompts=spec.whole_prompts,
+            images=spec.images,
             num_snapshots=size.num_snapshots,
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,

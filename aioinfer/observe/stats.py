@@ -94,6 +94,8 @@ class EngineStats:
     #: models with recurrent state: states kept for cached prefixes, and times a request started from one
     snapshots_cached: int = _gauge(lambda s, _: s.memory.snapshots_cached)
     snapshot_hits: int = _gauge(lambda s, _: s.memory.snapshot_hits)
+    #: images, and tiles of images, that were encoded
+    encoded_images: int = _gauge(lambda s, _: s.memory.encoded_images)
     #: running requests whose first pages are read from a store; pages that were read so, that should have
     #: been there and were not, and that were stored
     loading: int = _gauge(lambda s, _: len(s.queues.arriving))

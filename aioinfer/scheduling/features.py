@@ -50,7 +50,7 @@ class FeatureCache:
     :class:`~aioinfer.scheduling.memory.Memory`."""
 
     __slots__ = ("_dropped", "_entries", "_next", "_step_patches", "_wanted", "capacity", "encoded",
-                 "hits", "positions", "two_way")  # fmt: skip
+                 "positions", "two_way")  # fmt: skip
 
     def __init__(self, capacity: int, step_patches: int, *, two_way: bool = False) -> None:
         """
@@ -72,8 +72,8 @@ class FeatureCache:
         #: by the keys of requests whose next chunk stopped in front of a unit: the first such unit, and where
         #: the chunk would have ended
         self._wanted: OrderedDict[int, tuple[Sequence, int, int]] = OrderedDict()
-        #: units that were encoded, and uses that found them so
-        self.encoded = self.hits = 0
+        #: units that were encoded
+        self.encoded = 0
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -108,7 +108,6 @@ class FeatureCache:
             first, last = max(start, unit.start), min(stop, unit.stop)
             found.append(RowFeatures(first - start, entry.number, first - unit.start, last - first))
             if last == unit.stop:
-                self.hits += 1
                 entry.pins.discard(sequence.key)
         return found
 

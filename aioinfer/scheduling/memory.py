@@ -114,6 +114,11 @@ class Memory:
         """Times a request started from one of them."""
         return 0 if self.states is None else self.states.hits
 
+    @property
+    def encoded_images(self) -> int:
+        """Images, and tiles of images, that were encoded."""
+        return 0 if self.features is None else self.features.encoded
+
     def lookup(self, sequence: Sequence) -> tuple[int, Node | None]:
         """Pages of a waiting request that are cached, and the node where they end; remembered.
 

@@ -192,6 +192,7 @@ _COUNTERS = (
     _counter("prefix_cache_queried_tokens", "Tokens of admitted requests.", "queried_tokens", unit="tokens"),
     _counter("prefix_cache_hit_tokens", "Of these, tokens found cached.", "cached_tokens", unit="tokens"),
     _counter("snapshot_hits", "Starts of a request from a kept recurrent state."),
+    _counter("encoded_images", "Images, and tiles of images, that were encoded."),
     _counter("loaded_pages", "KV pages that were read from a store and not computed."),
     _counter("missed_pages", "KV pages that a store should have had, and that were computed."),
     _counter("stored_pages", "KV pages that were put into a store."),
