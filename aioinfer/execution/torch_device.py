@@ -395,6 +395,12 @@ def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice, device: torch
         chosen["layers"] = (spec.layer_kernels, spec.layer_reason)
     if spec.expert_kernels:
         chosen["experts"] = (spec.expert_kernels, spec.expert_reason)
+    if spec.images is not None:
+        import torch
+
+        # Its bits are a part of those of every token behind an image.
+        version = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+        chosen["images"] = (version, "between matrix products")
     chosen["sampling"] = (sampling.name, sampling.reason)
     kernels = {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
     if any(name == "native" for name, _ in chosen.values()):
