@@ -40,6 +40,13 @@ class FormatFacts(NamedTuple):
             raise ConfigError(f"model: its tokenizer has no token {text}, which images need")
         return self.tokens[text]
 
+    def text(self, token_id: int) -> str:
+        """The text of a token that the format needs. Raises ConfigError."""
+        found = [text for text, token in self.tokens.items() if token == token_id]
+        if not found:
+            raise ConfigError(f"model: its tokenizer has no added token {token_id}, which images need")
+        return found[0]
+
 
 class UnitPixels(NamedTuple):
     """What the encoder computes at a time, within its image."""
