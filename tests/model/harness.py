@@ -37,6 +37,8 @@ class Sequence_:
     max_new: int
     #: of its adapter
     slot: int = 0
+    #: counts the prompts of a run
+    number: int = 0
     done: int = 0
     pages: list[int] = field(default_factory=list)
     #: cell with the recurrent state behind the tokens that are done
@@ -199,7 +201,7 @@ class Driver:
     ) -> list[Sequence_]:
         """Sequence i arrives ``i * gap`` steps after the first one. ``slots``: of their adapters."""
         sequences = [
-            Sequence_(list(prompt), len(prompt), index * gap, max_new, slot)
+            Sequence_(list(prompt), len(prompt), index * gap, max_new, slot, index)
             for index, (prompt, slot) in enumerate(zip(prompts, slots or [0] * len(prompts), strict=True))
         ]
         step = 0

@@ -17,6 +17,7 @@ from aioinfer.model.multimodal import TextPart
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.base import Encoder
 from aioinfer.model.vision.families.internvl import InternVL
+from aioinfer.model.vision.families.qwen3_vl import Qwen3VL
 from aioinfer.model.vision.families.smolvlm import SmolVLM
 from aioinfer.model.vision.source import TowerSource, VisionFamily
 from aioinfer.model.weights import RandomWeights, Weights
@@ -24,11 +25,16 @@ from aioinfer.model.weights_cache import Blobs
 
 __all__ = ["VisionPart", "vision_part"]
 
+_QWEN3_VL = Qwen3VL()
 _SMOLVLM = SmolVLM()
 #: architecture -> the family of its encoder
 _FAMILIES: dict[str, VisionFamily] = {
     "Idefics3ForConditionalGeneration": _SMOLVLM,
     "InternVLForConditionalGeneration": InternVL(),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_VL,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_VL,
     "SmolVLMForConditionalGeneration": _SMOLVLM,
 }
 
