@@ -116,9 +116,9 @@ class NaFlex:
         return max(tile, self.max_tokens * self.factor**2)
 
     def process(self, image: Pixels) -> tuple[list[Patches], int, int]:
-        """The tiles of an image [height, width, 3], row by row, and behind them the whole one; the rows and
-        columns of tiles, 1 and 1 for an image that is not cut. Raises ValueError for one too long and
-        narrow."""
+        """The tiles of an image [height, width, 3], row by row, and behind them the whole one; and the rows
+        and columns of tiles, 1 and 1 for an image that is not cut. ``image`` must be one that may be written.
+        Raises ValueError for one too long and narrow."""
         height, width, _ = image.shape
         whole = self._whole(height, width)
         if self.max_tiles == 1 or not self._large(height, width):

@@ -110,3 +110,31 @@ def smolvlm(
     fields = {"scale_factor": 2, "image_token_id": tokenizer.convert_tokens_to_ids("<image>"), **config}
     text = {**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)}
     return write_model(path, family, text_config=text, vision_config=vision, **fields)
+
+
+def lfm2_vl(path: Path, *, within: bool = True, special: bool = True, **config: Any) -> Any:
+    """LFM2-VL. A tile has 32 x 32 pixels, 64 patches and 16 positions, an image 4 to 16 positions, or up to 6
+    tiles and itself."""
+    marks = ["<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"]
+    rows = [f"<|img_row_{row}_col_{column}|>" for row in range(1, 7) for column in range(1, 7)]
+    tokenizer = write_tokenizer(path, ["<image>", *marks, *rows], "<image>")
+    settings = {
+        "image_processor_type": "Lfm2VlImageProcessorFast", "encoder_patch_size": 4, "downsample_factor": 2,
+        "tile_size": 32, "min_tiles": 2, "max_tiles": 6, "min_image_tokens": 4, "max_image_tokens": 16,
+        "image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6], "resample": 2,
+    }  # fmt: skip
+    stated = {"processor_class": "Lfm2VlProcessor", "use_image_special_tokens": special}
+    write_processor(path, settings, stated, within=within)
+    vision = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+        "num_patches": 25, "patch_size": 4, "vision_use_head": False, "model_type": "siglip2_vision_model",
+    }  # fmt: skip
+    text = {
+        **TEXT, "model_type": "lfm2", "vocab_size": len(tokenizer), "block_auto_adjust_ff_dim": False,
+        "layer_types": ["conv", "full_attention", "conv"],
+    }  # fmt: skip
+    fields = {
+        "downsample_factor": 2, "projector_hidden_size": 40, "tie_word_embeddings": True,
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"), **config,
+    }  # fmt: skip
+    return write_model(path, "Lfm2Vl", text_config=text, vision_config=vision, **fields)

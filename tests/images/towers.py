@@ -37,12 +37,25 @@ def tile(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any
     return {"pixel_values": pixels}, {"pixel_values": torch.from_numpy(pixels)[None]}
 
 
+def naflex(grid: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An image or a tile of LFM2-VL; with patches for transformers that are none."""
+    rows, columns = grid
+    pixels = rng.standard_normal((rows * columns, 48), dtype=np.float32)
+    padded = np.pad(pixels, ((0, 8), (0, 0)))
+    return {"pixel_values": pixels, "spatial_shape": np.array(grid)}, {
+        "pixel_values": torch.from_numpy(padded)[None],
+        "spatial_shapes": torch.tensor([grid]),
+        "pixel_attention_mask": (torch.arange(len(padded)) < len(pixels)).int()[None],
+    }
+
+
 #: by the names of models
 TOWERS = {
     "smolvlm": TowerCase(listed_tile, ((16, 16), (24, 24), (40, 40))),
     "idefics3": TowerCase(listed_tile, ((26, 26), (38, 38))),
     "internvl": TowerCase(tile, ((16, 16), (16, 16))),
     "internvl-rms": TowerCase(tile, ((24, 24),)),
+    "lfm2-vl": TowerCase(naflex, ((4, 4), (2, 14), (10, 6))),
 }
 
 

@@ -108,7 +108,7 @@ STATEFUL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32}, _QWEN3_5_VISION, _IMAGE_ID),
     "lfm2-vl": ("Lfm2Vl",
         {**_HEADS, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
-        {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16, "vision_use_head": False},
         {**_IMAGE_ID, "projector_hidden_size": 32}),
 }
 # fmt: on

@@ -17,6 +17,7 @@ from aioinfer.model.multimodal import TextPart
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.base import Encoder
 from aioinfer.model.vision.families.internvl import InternVL
+from aioinfer.model.vision.families.lfm2_vl import Lfm2Vl
 from aioinfer.model.vision.families.qwen3_vl import Qwen3VL
 from aioinfer.model.vision.families.smolvlm import SmolVLM
 from aioinfer.model.vision.source import TowerSource, VisionFamily
@@ -35,6 +36,7 @@ _FAMILIES: dict[str, VisionFamily] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_VL,
+    "Lfm2VlForConditionalGeneration": Lfm2Vl(),
     "SmolVLMForConditionalGeneration": _SMOLVLM,
 }
 
