@@ -87,9 +87,10 @@ def check_range(field: str, ids: Sequence[int], vocab_size: int) -> None:
         raise InvalidRequest(field, f"{told} is not a token id; the model has {vocab_size}")
 
 
-def freeze(field: str, value: Any, *, lists: bool = False) -> Any:
+def freeze(field: str, value: Any, *, lists: bool = False, kept: tuple[type, ...] = ()) -> Any:
     """A deep copy of plain data (text, numbers, bytes, lists, tuples, mappings, None); callables stay as they
-    are, and sets become lists. With ``lists``, so do tuples.
+    are, and sets become lists. With ``lists``, so do tuples. Values of the types ``kept``, which nobody can
+    change, stay as they are.
 
     Raises InvalidRequest for other types, and for data that is nested too deeply or has too many parts.
     """
@@ -98,7 +99,7 @@ def freeze(field: str, value: Any, *, lists: bool = False) -> Any:
     def copied(value: Any, depth: int) -> Any:
         nonlocal left
         value = plain(value)
-        if type(value) in PLAIN or callable(value):
+        if type(value) in PLAIN or type(value) in kept or callable(value):
             return value
         if not isinstance(value, (dict, Mapping, list, tuple, set, frozenset)):
             raise refused(value)

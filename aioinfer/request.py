@@ -282,6 +282,11 @@ class Output:
         return None if self.deadline is None else max(SOON, self.deadline - now)
 
     @property
+    def shown_ids(self) -> Sequence[int]:
+        """The prompt's ids, with the model's image token in place of words of images."""
+        return self.prompt_ids if self.images is None else self.images.shown(self.prompt_ids)
+
+    @property
     def num_tokens(self) -> int:
         """Output tokens that are known not to follow a stop."""
         return len(self.token_times) if self.text_behind else len(self.token_ids)
@@ -318,7 +323,7 @@ class Output:
             usage=self.usage,
             stop_reason=self.stop_reason,
             metrics=self.metrics,
-            prompt_token_ids=list(self.prompt_ids),
+            prompt_token_ids=list(self.shown_ids),
             logprobs=None if self.request.params.logprobs is None else self.logprobs[:count],
             step_map=None if self.step_map is None else self.step_map[:count],
             prompt_logprobs=self._all_prompt_logprobs(),

@@ -11,6 +11,7 @@ from aioinfer.chat.functions import Tool, form_of, model_of, parser_of, tool_of
 from aioinfer.chat.results import ChatRequest, Parse
 from aioinfer.chat.variables import Variables
 from aioinfer.errors import InvalidRequest
+from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource, sourced
 from aioinfer.inputs import freeze
 from aioinfer.params import SamplingParams
 
@@ -36,8 +37,10 @@ def chat_request(
     parallel_tool_calls: bool | None = None,
     response_format: Any = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    limits: ImageLimits = DEFAULT_LIMITS,
 ) -> ChatRequest:
-    """The arguments of :meth:`aioinfer.Engine.chat`. Raises InvalidRequest, by their names."""
+    """The arguments of :meth:`aioinfer.Engine.chat`; ``limits``: of images in the messages. Raises
+    InvalidRequest, by their names."""
     from aioinfer.chat.door import ask  # these import pydantic
     from aioinfer.chat.structured import format_grammar
 
@@ -55,7 +58,7 @@ def chat_request(
     offered, parsers = _tools(tools)
     return ask(
         chat,
-        freeze("messages", messages, lists=True),
+        freeze("messages", sourced(messages, limits), lists=True, kept=(ImageSource,)),
         params,
         Variables(chat, _mapping(chat_template_kwargs)),
         names,

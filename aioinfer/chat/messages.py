@@ -9,6 +9,7 @@ from typing import Any
 from aioinfer.chat.bodies import admit
 from aioinfer.chat.fields import Message
 from aioinfer.errors import InvalidRequest
+from aioinfer.images.source import ImageSource
 from aioinfer.text.chat_template import UNREAD
 
 __all__ = ["parse_messages"]
@@ -34,7 +35,7 @@ def parse_messages(
 def _message(
     field: str, given: Any, template_names: frozenset[str] | None, told: Told | None
 ) -> dict[str, Any]:
-    admit(Message, given, field, template_names or ())
+    admit(Message, _without_images(given), field, template_names or ())
     message = _with_thinking(given, template_names or frozenset())
     calls = message.get("tool_calls")
     if calls is None:
@@ -45,6 +46,19 @@ def _message(
             raise InvalidRequest(f"{field}.tool_calls", UNREAD, code="unsupported_parameter")
         return _with_text(message, text)
     return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _without_images(message: Any) -> Any:
+    """The message without images, which are no JSON: a body cannot have them."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return message
+    nothing = {"type": "text", "text": ""}
+    return {**message, "content": [nothing if _is_image(part) else part for part in content]}
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image" and type(part.get("image")) is ImageSource
 
 
 def _as_text(call: dict[str, Any]) -> str:

@@ -240,7 +240,7 @@ class ChatStream(Awaited[ChatResult]):
         answer = self._asked.answer
         assert answer is not None
         # The prompt's ids are known by now.
-        end = "" if self._tokenizer is None else end_of(self._source.encode(), self._tokenizer)
+        end = "" if self._tokenizer is None else end_of(self._source.shown(), self._tokenizer)
         return answer.reader(end)
 
     def _take(self) -> tuple[str, str, list[ToolCallDelta]]:

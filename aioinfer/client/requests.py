@@ -16,7 +16,9 @@ from aioinfer.client.chats import ChatStream
 from aioinfer.client.filling import Filling, FillStream, Hole, Template
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
+from aioinfer.loop.given_images import image_limits
 from aioinfer.loop.options import (
+    Images,
     Prompt,
     PromptForm,
     PromptSource,
@@ -187,7 +189,7 @@ class Requests(ABC):
             raise InvalidRequest("checkpoint", f"must be a StreamCheckpoint, got {shown(checkpoint)}")
         request = self._request(checkpoint.params, {**options_of(checkpoint), **options})
         try:
-            source = serving.source(list(checkpoint.prompt_token_ids))
+            source = serving.source(list(checkpoint.prompt_token_ids), images=checkpoint.images)
             return self._queue(serving, source, request, checkpoint)
         except AioInferError as error:
             error.request_id = request.request_id
@@ -204,11 +206,17 @@ class Requests(ABC):
         return Request(params=params, **given)
 
     def queue(
-        self, prompt_ids: Sequence[int], request: Request, checkpoint: StreamCheckpoint | None = None
+        self,
+        prompt_ids: Sequence[int],
+        request: Request,
+        checkpoint: StreamCheckpoint | None = None,
+        images: Images = (),
     ) -> Stream:
-        """Queue a request that another engine has made: nothing is taken from the model or the config."""
+        """Queue a request that another engine has made: nothing is taken from the model or the config.
+        ``images``: those whose words are among the ids."""
         serving = self._serving()
-        return self._queue(serving, serving.source(list(prompt_ids)), request, checkpoint)
+        source = serving.source(list(prompt_ids), images=images)
+        return self._queue(serving, source, request, checkpoint)
 
     def _queue(
         self,
@@ -321,6 +329,7 @@ class Requests(ABC):
     ) -> tuple[ChatRequest, PromptSource]:
         """The first half of :meth:`chat`: check and copy its arguments but ``options``, all by name."""
         self._serving()
+        asked["limits"] = image_limits(self.tokenizer)
         checked = chat_request(self.chat_format, messages, inherited(params, self.default_params), **asked)
         try:
             return checked, self.prompt(checked.messages, chat_template_kwargs=checked.template_kwargs)

@@ -12,6 +12,7 @@ from aioinfer.client.search import Searches
 from aioinfer.client.session_files import load
 from aioinfer.client.sessions import HeldPrefix, Session, State
 from aioinfer.errors import InvalidRequest
+from aioinfer.images.source import images_in
 from aioinfer.inputs import freeze
 from aioinfer.loop.options import Prompt, PromptSource
 from aioinfer.params import SamplingParams
@@ -102,7 +103,9 @@ class Sessions(Searches):
                 # Whole pages are there; a request computes at least one token more.
                 size = serving.info.page_size or 1
                 whole = (len(saved.token_ids) - 1) // size * size
-                source = serving.source(saved.token_ids[: whole + 1])
+                images = images_in(saved.messages)
+                ids = saved.token_ids if images else saved.token_ids[: whole + 1]
+                source = serving.source(ids, images=images)
                 kept, _ = await self._computed(serving, source, session.ttl, merged)
                 session.restored(kept)
             return session

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.images.stored import with_restored, with_stored
 from aioinfer.inputs import check_ids
 from aioinfer.request import JobOptions
 from aioinfer.tiers.archive import Archive, ArchiveError, ArchiveWriter
@@ -38,7 +39,8 @@ class Saved(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     #: the arithmetic that computed the KV
     numerics: str
-    token_ids: list[Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]]
+    #: those of images are words, which are negative
+    token_ids: list[Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]]
     messages: list[dict[str, Any]]
     #: of all its turns
     options: dict[str, Any]
@@ -62,7 +64,7 @@ async def save(
         model=info.model,
         numerics=info.numerics,
         token_ids=list(token_ids),
-        messages=[dict(each) for each in messages],
+        messages=with_stored(messages),
         options=dict(options),
         adapter_fingerprint=adapter_fingerprint,
     )
@@ -115,7 +117,8 @@ def _checked(serving: Service[Any], header: Mapping[str, Any], adapters: Mapping
     unknown = saved.options.keys() - JobOptions.__annotations__.keys()
     if unknown:
         raise InvalidRequest("path", f"its session has the unknown option {shown(min(unknown))}")
-    check_ids("token_ids", saved.token_ids, info.vocab_size)
+    saved.messages, images = with_restored(saved.messages, "messages")
+    check_ids("token_ids", [each for each in saved.token_ids if each >= 0 or not images], info.vocab_size)
     adapter = saved.options.get("adapter")
     if adapter is not None and adapters.get(adapter) != saved.adapter_fingerprint:
         raise InvalidRequest("path", f"its adapter {shown(adapter)} is not loaded from the same files")

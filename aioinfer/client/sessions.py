@@ -20,7 +20,10 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chat.results import ChatRequest, message_of
 from aioinfer.client.session_files import save
 from aioinfer.errors import EngineClosed, InvalidRequest, shown
+from aioinfer.images.prompt import shown as shown_ids
+from aioinfer.images.source import ImageLimits, ImageSource, sourced
 from aioinfer.inputs import freeze
+from aioinfer.loop.given_images import image_limits, image_processor
 from aioinfer.loop.holding import Prefix
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource
 from aioinfer.params import SamplingParams
@@ -82,7 +85,7 @@ class Answer:
         output = cell.output
         if self._format is None:
             return message_of(output.text, "", ())
-        end = "" if self._tokenizer is None else end_of(output.prompt_ids, self._tokenizer)
+        end = "" if self._tokenizer is None else end_of(output.shown_ids, self._tokenizer)
         reader = self._format.reader(end)
         for _ in reader.read(output.text, ended=True):
             pass
@@ -151,12 +154,16 @@ class Session:
     def token_ids(self) -> tuple[int, ...]:
         """Prompts and outputs of all turns that have ended, stop tokens included. Of a chat: the prompt of
         the last turn, as the template made it, and its output."""
-        return tuple(self._state.token_ids)
+        processor = image_processor(self._engine.tokenizer)
+        ids = self._state.token_ids
+        return tuple(ids if processor is None else shown_ids(ids, processor.token_id))
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The messages of a chat, answers included: copies."""
-        copies: list[dict[str, Any]] = freeze("messages", list(self._state.all_messages()), lists=True)
+        copies: list[dict[str, Any]] = freeze(
+            "messages", list(self._state.all_messages()), lists=True, kept=(ImageSource,)
+        )
         return copies
 
     @property
@@ -236,7 +243,7 @@ class Session:
         is not known which ids its calls of tools have.
         """
         state = self._ready_chat()
-        given = _messages(messages)
+        given = _messages(messages, image_limits(self._engine.tokenizer))
         usual = dict(self._usual)
         if tools is not None:
             usual["tools"] = tools
@@ -303,6 +310,8 @@ class Session:
         """The whole prompt of a turn."""
         if not state.token_ids:
             return self._service.source([] if prompt is None else prompt)
+        if any(token < 0 for token in state.token_ids):
+            raise InvalidRequest("session", "has images, and is continued with chat()")
         if prompt is None:
             return self._service.source(list(state.token_ids))
         if isinstance(prompt, PromptSource):
@@ -363,6 +372,8 @@ class Session:
         one engine; with ``session``: a turn is under way; EngineClosed, EngineFailed, WrongLoop.
         """
         state, options = self._ready(), self._options
+        if any(token < 0 for token in state.token_ids):
+            raise InvalidRequest("session", "has images: its KV cannot be moved")
         prefix = Prefix(list(state.token_ids), options.get("cache_salt", ""), options.get("adapter"))
         kept = await self._service.move(prefix, replica, self.ttl)
         if self._state is state and not self._seat.left:
@@ -420,7 +431,7 @@ class Session:
         return f"<Session {self.id} {state} tokens={self.num_tokens} held={self.held_tokens}>"
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _messages(given: Any, limits: ImageLimits) -> list[dict[str, Any]]:
     """Messages of a turn, copied."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -428,7 +439,9 @@ def _messages(given: Any) -> list[dict[str, Any]]:
         given = [given]
     if not isinstance(given, Sequence):
         raise InvalidRequest("messages", f"must be text or messages, got {shown(given)}")
-    messages: list[dict[str, Any]] = freeze("messages", given, lists=True)
+    messages: list[dict[str, Any]] = freeze(
+        "messages", sourced(given, limits), lists=True, kept=(ImageSource,)
+    )
     return messages
 
 

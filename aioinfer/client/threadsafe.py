@@ -26,6 +26,7 @@ from aioinfer.embeddings.embedding import Embedding, input_form, inputs_of, of_i
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.forks import this_process
 from aioinfer.loop.belonging import running_loop
+from aioinfer.loop.given_images import image_limits
 from aioinfer.loop.options import Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result
@@ -107,6 +108,7 @@ class ThreadsafeEngine:
             parallel_tool_calls=parallel_tool_calls,
             response_format=response_format,
             chat_template_kwargs=chat_template_kwargs,
+            limits=image_limits(self._engine.tokenizer),
         )
         try:
             source = self.serving.source(asked.messages, asked.template_kwargs)

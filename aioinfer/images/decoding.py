@@ -6,7 +6,8 @@ import io
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import InvalidRequest, why
-from aioinfer.images.source import ImageSource
+from aioinfer.images.pixels import pillow, upright
+from aioinfer.images.source import ImageLimits, ImageSource
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -20,42 +21,33 @@ _SCAN = b"\xff\xda"
 _MAX_SCANS = 100
 
 
-def decoded(source: ImageSource, max_pixels: int, field: str) -> Image:
+def decoded(source: ImageSource, limits: ImageLimits, field: str) -> Image:
     """An image of mode RGB. Blocks.
 
-    Of an animation it is the first picture. The orientation that a file states (EXIF) is applied; what is
-    transparent is composed on white; other modes are converted as ``convert_to_rgb`` of transformers does:
-    16 bits of grey are cut off above 255. Nothing but the file's head is read before its size is known.
-
-    Raises:
-        InvalidRequest: by the name ``field``: it is damaged, no image of ``FORMATS``, or has more than
-            ``max_pixels`` pixels.
+    Of an animation it is the first picture. Nothing but the head of a file is read before its size is known.
+    Raises InvalidRequest, by the name ``field``: it is damaged, no image of ``FORMATS``, or too large.
     """
-    from PIL import Image, ImageOps
-
+    images = pillow(field)
     if source.size is not None:
-        _check_size(source.size, max_pixels, field)
-        return Image.frombytes("RGB", source.size, source.data)
+        limits.check_size(source.size, field)
+        found: Image = images.frombytes("RGB", source.size, source.data)
+        return found
+    limits.check_bytes(len(source.data), field)
     try:
-        with Image.open(io.BytesIO(source.data), formats=FORMATS) as image:
-            _check_size(image.size, max_pixels, field)
+        with images.open(io.BytesIO(source.data), formats=FORMATS) as image:
+            limits.check_size(image.size, field)
             if image.format == "JPEG" and source.data.count(_SCAN) > _MAX_SCANS:
                 raise InvalidRequest(field, f"the image has more than {_MAX_SCANS} scans")
-            image.load()
-            upright = ImageOps.exif_transpose(image)
-            if "A" not in upright.getbands() and upright.info.get("transparency") is None:
-                return upright.convert("RGB")
-            above = upright.convert("RGBA")
-            below = Image.new("RGBA", above.size, (255, 255, 255, 255))
-            return Image.alpha_composite(below, above).convert("RGB")
+            return upright(image)
     except InvalidRequest:
         raise
-    except Exception as error:
-        raise InvalidRequest(field, f"the image cannot be decoded: {why(error)}") from error
+    except Exception as error:  # any kind: a file can be anything
+        raise InvalidRequest(field, f"the image cannot be decoded: {_told(error)}") from error
 
 
-def _check_size(size: tuple[int, int], max_pixels: int, field: str) -> None:
-    width, height = size
-    if width * height > max_pixels:
-        limit = f"more than {max_pixels} pixels (max_image_pixels)"
-        raise InvalidRequest(field, f"the image has {width} x {height}, {limit}")
+def _told(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return f"it is no {', '.join(FORMATS)}"
+    return why(error) or type(error).__name__

@@ -10,18 +10,17 @@ from typing import Any, Self
 
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.libraries import importing_transformers
-from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory, Rejected
 from aioinfer.images.decoding import decoded
 from aioinfer.images.formats import format_of
 from aioinfer.images.formats.base import FormatFacts, ImageFormat, ImageParts
+from aioinfer.images.pixels import pillow
 from aioinfer.images.prompt import ImageUnit, PromptImages, words
 from aioinfer.images.rotary import rotary_positions
-from aioinfer.images.source import ImageSource
+from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource
+from aioinfer.ledger import LEDGER, Share
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
-
-#: pixels of an image, unless the config says otherwise
-_MAX_PIXELS = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,16 +31,13 @@ class ProcessedImage:
     #: names it: a function of the image and of the processor
     digest: bytes
     parts: ImageParts
+    #: of the memory, for the pixels
+    share: Share
 
     @property
     def length(self) -> int:
         """Its positions."""
         return sum(unit.length for unit in self.parts.units)
-
-    @property
-    def size(self) -> int:
-        """Bytes of its pixels."""
-        return sum(array.nbytes for unit in self.parts.units for array in unit.pixels.values())
 
 
 class ImageProcessor:
@@ -52,46 +48,60 @@ class ImageProcessor:
         token_id: the token that stands for a position of an image.
         reserved: texts that no part of a chat with images may contain.
         fingerprint: names the processor with its settings.
+        limits: what the images of a prompt may have at most.
     """
 
-    def __init__(self, form: ImageFormat, max_pixels: int = _MAX_PIXELS) -> None:
+    def __init__(self, form: ImageFormat, limits: ImageLimits = DEFAULT_LIMITS) -> None:
         self._format = form
-        self._max_pixels = max_pixels
+        self.limits = limits
         self.placeholder, self.token_id = form.placeholder, form.token_id
         self.reserved = (form.placeholder, *form.reserved)
         self.fingerprint = _fingerprint(form)
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, tokens: Mapping[str, int], max_pixels: int = _MAX_PIXELS
+        cls, checkpoint: Checkpoint, tokens: Mapping[str, int], limits: ImageLimits = DEFAULT_LIMITS
     ) -> Self | None:
         """That of a checkpoint whose tokenizer has these added ``tokens``; None: none of its images are read.
         Raises ConfigError."""
+        files = checkpoint.processor()
+        if files is None:
+            return None
         stated = checkpoint.config()
         form = format_of(next(iter(stated.get("architectures") or ()), ""))
-        files = checkpoint.processor()
-        if form is None or files is None:
+        if form is None:
             return None
         try:
+            pillow("images")
             with importing_transformers():
                 from transformers import CONFIG_MAPPING
 
                 config = CONFIG_MAPPING[stated["model_type"]].from_dict(stated)
-            return cls(form(FormatFacts(config, *files, tokens)), max_pixels)
+            return cls(form(FormatFacts(config, *files, tokens)), limits)
         except ConfigError:
             raise
+        except InvalidRequest as error:
+            raise ConfigError(error.message) from error
         except Exception as error:
             raise ConfigError(f"model: its images cannot be processed: {error}") from error
 
     def process(self, source: ImageSource, field: str = "images") -> ProcessedImage:
-        """Decode an image and prepare it. Raises InvalidRequest, by the name ``field``."""
-        image = decoded(source, self._max_pixels, field)
+        """Decode an image and prepare it. Raises InvalidRequest, by the name ``field``, and Rejected:
+        there is no memory left for its pixels."""
+        image = decoded(source, self.limits, field)
         try:
             parts = self._format.parts(image)
         except Exception as error:
             size = f"{image.width} x {image.height} pixels"
             raise InvalidRequest(field, f"the model takes no image of {size}: {error}") from error
-        return ProcessedImage(source, self._digest(source), parts)
+        taken = sum(array.nbytes for unit in parts.units for array in unit.pixels.values())
+        share = Share("images of prompts")
+        try:
+            LEDGER.claim(share, taken)
+        except OutOfMemory as error:
+            raise Rejected(str(error)) from error
+        share.taken = taken
+        return ProcessedImage(source, self._digest(source), parts, share)
 
     def expand(self, text: str, processed: Sequence[ProcessedImage]) -> str:
         """A text with what stands for the images in place of its placeholders. Raises InvalidRequest."""
@@ -137,7 +147,8 @@ class ImageProcessor:
                 at += unit.length
         sources = tuple(image.source for image in processed)
         rotary, delta = rotary_positions(len(ids), grids) if grids else (None, 0)
-        return found, PromptImages(sources, tuple(units), rotary, delta)
+        shares = tuple(image.share for image in processed)
+        return found, PromptImages(sources, tuple(units), rotary, delta, self.token_id, shares)
 
     def _digest(self, source: ImageSource) -> bytes:
         digest = hashlib.blake2b(self.fingerprint, digest_size=32)

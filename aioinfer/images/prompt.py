@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from aioinfer.images.source import ImageSource
+    from aioinfer.ledger import Share
 
 __all__ = ["ImageUnit", "PromptImages", "shown", "words"]
 
@@ -57,6 +58,14 @@ class PromptImages:
     rotary: npt.NDArray[np.int32] | None = None
     #: what is added to a position behind the prompt, then
     delta: int = 0
+    #: the model's image token
+    token_id: int = 0
+    #: of the memory, as long as this is held
+    shares: tuple[Share, ...] = ()
+
+    def shown(self, ids: Sequence[int]) -> list[int]:
+        """The ids with the image token in place of words."""
+        return shown(ids, self.token_id)
 
 
 def words(digest: bytes, count: int) -> list[int]:

@@ -14,6 +14,7 @@ from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
+from aioinfer.images.source import ImageLimits
 from aioinfer.params import SamplingParams
 from aioinfer.system.memory import give_back
 from aioinfer.system.support import check_system
@@ -105,6 +106,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
                 lambda made: made.record if made.is_fast else None,
             ),
         )
+        if tokenizer is not None and config.images:
+            limits = ImageLimits(config.max_images, config.max_image_bytes, config.max_image_pixels)
+            tokenizer.read_images(checkpoint, limits)
     give_back()  # of its vocabulary there were copies
     if tokenizer is None and config.chat_template is not None:
         raise ConfigError("chat_template: the model has no tokenizer")

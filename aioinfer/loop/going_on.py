@@ -35,6 +35,7 @@ from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.images.prompt import PromptImages
     from aioinfer.scheduling.sequence import Sequence as ModelSequence
 
 __all__ = ["GoingOn"]
@@ -71,6 +72,8 @@ class _Branch:
     prompt_key: bytes | None = None
     #: the sequence whose pages it shares
     parent: ModelSequence | None = None
+    #: of its prompt
+    images: PromptImages | None = None
 
     def resumption(self, text: OutputText, shown: int, info: DeviceInfo) -> Resumption:
         """``text``: of all tokens. ``shown``: characters of it that came with those that are kept."""
@@ -127,7 +130,7 @@ class GoingOn(Service[_Opened]):
                 checkpoint = replace(
                     begun, params=own, seed=seed, delivered_tokens=count, delivered_characters=characters
                 )
-                branch = _Branch(checkpoint, count, then, cut, queued=queued, prompt_key=key, parent=parent)
+                branch = _Branch(checkpoint, count, then, cut, None, queued, key, parent, output.images)
                 request = Request(params=own, queue_behind=behind + number, **given)
                 child = StreamCell(Output(request, now))
                 self._begin_branch(child, branch, self._at_once(branch, text))
@@ -154,6 +157,7 @@ class GoingOn(Service[_Opened]):
         branch = _Branch(
             *(self._extended(kept, then, cut), count, then, cut, (cell.taken_ids, characters)),
             queued=None if opened is None else self._place(opened),
+            images=before.images,
         )
         prepared = self._at_once(branch, self._text_of(before, count, kept.params))
         output = Output(before.request, self.clock() if opened is None else before.arrival)
@@ -366,7 +370,9 @@ class GoingOn(Service[_Opened]):
         if steering is not None:
             steering = steering.restarted(ids)
         resumption = branch.resumption(text, shown, self.info)
-        return prepared._replace(grammar=grammar, steering=steering, resumption=resumption)
+        return prepared._replace(
+            grammar=grammar, steering=steering, resumption=resumption, images=branch.images
+        )
 
     # -- queueing -------------------------------------------------------------------------------
 

@@ -12,7 +12,10 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.images.prompt import PromptImages
+from aioinfer.images.prompt import shown as shown_ids
 from aioinfer.inputs import check_ids, freeze, plain
+from aioinfer.loop.given_images import GivenImages
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import Pooling
 from aioinfer.request import SOON
@@ -23,13 +26,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aioinfer.execution.device import DeviceInfo
-    from aioinfer.images.prompt import PromptImages
+    from aioinfer.images.source import ImageSource
     from aioinfer.loop.resumption import Resumption
     from aioinfer.steering.state import SteeringState
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
+    "Images",
     "Prepared",
     "Prompt",
     "PromptForm",
@@ -44,6 +48,9 @@ __all__ = [
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
 #: data), or what ``Engine.prompt`` made of one of these
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | PromptSource"
+
+#: those in a prompt of token ids that have words: as they were given, or as another engine's prompt has them
+Images: TypeAlias = "Sequence[ImageSource] | PromptImages"
 
 #: messages may have so many times the bytes of the longest prompt, and so many characters more, since
 #: templates omit the reasoning of earlier answers, for example
@@ -125,6 +132,7 @@ class PromptSource:
 
     __slots__ = (
         "_form",
+        "_given",
         "_ids",
         "_info",
         "_most",
@@ -132,6 +140,7 @@ class PromptSource:
         "_template_kwargs",
         "_tokenizer",
         "chat",
+        "images",
         "size",
     )
 
@@ -142,8 +151,10 @@ class PromptSource:
         info: DeviceInfo,
         template_kwargs: Mapping[str, Any] | None = None,
         form: PromptForm = _AS_USUAL,
+        images: Images = (),
     ) -> None:
-        """Raises InvalidRequest for what can be seen without tokenizing, the length included."""
+        """``images``: those whose words are among token ids. Raises InvalidRequest for what can be seen
+        without tokenizing, the length included."""
         self._tokenizer = tokenizer
         self._info = info
         self._form = form
@@ -156,6 +167,9 @@ class PromptSource:
         self.size = 0
         #: it was given as messages
         self.chat = False
+        #: the images in it, once its token ids are known; None: it has none
+        self.images: PromptImages | None = None
+        self._given: GivenImages | None = None
         given: Any = plain(prompt)
         if type(given) is str:
             self._take_text(given, template_kwargs)
@@ -172,7 +186,13 @@ class PromptSource:
             self._take_chat(items, template_kwargs)
             return
         self._refuse_template(template_kwargs)
-        self._ids = self._checked(items)
+        if isinstance(images, PromptImages):
+            self._ids, self.images = items, images
+        elif images:
+            self._take_images(GivenImages.again(images, self._tokenizer, info))
+            self._prompt = items
+        else:
+            self._ids = self._checked(items)
 
     def _take_text(self, text: str, template_kwargs: Mapping[str, Any] | None) -> None:
         self._refuse_template(template_kwargs)
@@ -187,11 +207,14 @@ class PromptSource:
         self._require_tokenizer()
         self.chat = True
         self._check_count(len(messages), "messages")
+        messages, images = GivenImages.of(messages, self._tokenizer, self._info)
         self.size = sum(map(_content_length, messages))
         # A template can omit parts of messages: their lengths alone show only what is far too long.
         if self._most is None and self.size > _CHAT_FACTOR * self._most_bytes + _CHAT_ROOM:
             raise self._too_long(f"the messages have {self.size} characters")
         self._prompt = freeze("messages", messages)
+        if images is not None:
+            self._take_images(images)
         if template_kwargs is None:
             return
         given: Any = template_kwargs
@@ -203,6 +226,12 @@ class PromptSource:
             if type(name) is not str or name in _NOT_VARIABLES:
                 raise InvalidRequest("chat_template_kwargs", f"{shown(name)} cannot be set")
         self._template_kwargs = kwargs
+
+    def _take_images(self, images: GivenImages) -> None:
+        if self._form.truncate is not None:
+            raise InvalidRequest("truncate_prompt_tokens", "cannot be combined with images")
+        self._given = images
+        self.size += images.size
 
     def _require_tokenizer(self) -> None:
         if self._tokenizer is None:
@@ -224,6 +253,11 @@ class PromptSource:
         """The token ids, once they are known. Not to be changed."""
         return self._ids
 
+    def shown(self) -> Sequence[int]:
+        """As :meth:`encode`, with the model's image token in place of words of images."""
+        ids = self.encode()
+        return ids if self.images is None else shown_ids(ids, self.images.token_id)
+
     @property
     def least_tokens(self) -> int:
         """The prompt has at least this many tokens, as far as that is known."""
@@ -242,6 +276,10 @@ class PromptSource:
         if self._ids is None and tokenizer is not None:
             special = self._form.special_tokens
             text = self._prompt
+            if self._given is not None and not self.chat:
+                self.images = self._given.restored(text, self._checked)
+                self._ids, self._prompt = list(text), None
+                return self._ids
             if not isinstance(text, str):
                 ids = self._encode_chat(tokenizer)
             else:
@@ -251,7 +289,7 @@ class PromptSource:
                 raise InvalidRequest("prompt", "is empty")
             if self._form.beginning and isinstance(text, str) and special is not False:
                 ids = self._beginning(tokenizer, text, ids)
-            self._ids = self._checked(ids)
+            self._ids = self._checked(ids) if self._given is None else ids
             self._prompt = None
         assert self._ids is not None
         return self._ids
@@ -293,7 +331,11 @@ class PromptSource:
             return tokenizer.encode_chat(messages, **kwargs)
         text = self._cut(tokenizer, render(messages, **kwargs))
         self._check_text(text)
-        return tokenizer.encode(text) if self._form.special_tokens else tokenizer.encode_part(text)
+        encode = tokenizer.encode if self._form.special_tokens else tokenizer.encode_part
+        if self._given is None:
+            return encode(text)
+        ids, self.images = self._given.encoded(text, encode, self._checked)
+        return ids
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The ids that are the prompt."""
@@ -319,11 +361,12 @@ class PromptSource:
         info: DeviceInfo,
         template_kwargs: Mapping[str, Any] | None = None,
         form: PromptForm | None = None,
+        images: Images = (),
     ) -> PromptSource:
         """A prompt, checked and copied; one that was made for this model already is returned unchanged.
         Raises InvalidRequest."""
         if not isinstance(prompt, PromptSource):
-            return cls(prompt, tokenizer, info, template_kwargs, form or PromptForm())
+            return cls(prompt, tokenizer, info, template_kwargs, form or PromptForm(), images)
         if not prompt.is_for(info):
             raise InvalidRequest("prompt", "was made by another engine, or before this one was started again")
         if template_kwargs is not None:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import DeviceInfo
+from aioinfer.images.prompt import shown
+from aioinfer.loop.given_images import image_processor
 from aioinfer.loop.options import Prepared, too_long
 from aioinfer.loop.thinking import ready_processors
 from aioinfer.params import SamplingParams
@@ -74,8 +76,13 @@ class Preparing:
         grammar = self._grammar(params, prompt_ids, stop_ids) if params.masked else None
         ready = ready_processors(params, self._tokenizer, prompt_ids, self._config.reasoning_parser)
         processors = (*ready, *params.logits_processors)
-        steering = SteeringState(processors, prompt_ids) if processors else None
+        steering = SteeringState(processors, self._shown(prompt_ids)) if processors else None
         return Prepared(prompt_ids, grammar, self._prediction(params), steering=steering)
+
+    def _shown(self, prompt_ids: Sequence[int]) -> Sequence[int]:
+        """The ids as callers see them."""
+        images = image_processor(self._tokenizer)
+        return prompt_ids if images is None else shown(prompt_ids, images.token_id)
 
     def speculates(self, params: SamplingParams) -> bool:
         """Tokens of such a request are drafted."""

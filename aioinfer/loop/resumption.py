@@ -301,6 +301,7 @@ def take(cell: StreamCell, info: DeviceInfo, at: int | None = None) -> StreamChe
         adapter_fingerprint=output.adapter_fingerprint,
         weight_version=output.version_at(count),
         budget=request.budget,
+        images=() if output.images is None else output.images.sources,
     )
 
 

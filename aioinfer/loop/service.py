@@ -40,7 +40,7 @@ from aioinfer.loop.belonging import (
 from aioinfer.loop.holding import Keeping, Seats
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.opened import OpenRequest
-from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource
+from aioinfer.loop.options import Images, Prepared, Prompt, PromptForm, PromptSource
 from aioinfer.loop.resumption import check, take
 from aioinfer.observe.observers import Observers
 from aioinfer.params import SamplingParams
@@ -130,10 +130,11 @@ class Service(Keeping, ABC, Generic[_Opened]):
         prompt: Prompt,
         template_kwargs: Mapping[str, Any] | None = None,
         form: PromptForm | None = None,
+        images: Images = (),
     ) -> PromptSource:
-        """A prompt, checked and copied; one that was made here already is returned unchanged. On any thread.
-        Raises InvalidRequest."""
-        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form)
+        """A prompt, checked and copied; one that was made here already is returned unchanged. ``images``:
+        those whose words are among token ids. On any thread. Raises InvalidRequest."""
+        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form, images)
 
     def generate(
         self, prompt: PromptSource, request: Request, checkpoint: StreamCheckpoint | None = None
@@ -151,13 +152,15 @@ class Service(Keeping, ABC, Generic[_Opened]):
         async def later() -> tuple[Prepared, StreamCheckpoint | None]:
             ids = await self._intake.encode(prompt)
             if worked_out:
-                return await self._intake.work_out(self._complete, ids, params, checkpoint), checkpoint
-            return self._complete(ids, params, None), checkpoint
+                prepared = await self._intake.work_out(self._complete, ids, params, checkpoint)
+            else:
+                prepared = self._complete(ids, params, None)
+            return prepared._replace(images=prompt.images), checkpoint
 
         prepared = None
         if prompt.ids is not None and not worked_out:
             try:
-                prepared = self._complete(prompt.ids, params, None)
+                prepared = self._complete(prompt.ids, params, None)._replace(images=prompt.images)
             except BaseException:
                 self._left(opened)
                 raise
@@ -268,8 +271,9 @@ class Service(Keeping, ABC, Generic[_Opened]):
                 call()
 
     async def encode(self, prompt: PromptSource) -> Sequence[int]:
-        """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
-        return await self._intake.encode(prompt)
+        """The token ids of a prompt, as callers see them. Raises InvalidRequest, EngineClosed."""
+        await self._intake.encode(prompt)
+        return prompt.shown()
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises InvalidRequest."""

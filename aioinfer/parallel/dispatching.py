@@ -126,6 +126,7 @@ class Dispatching(Sending):
         seed = request.params.seed if checkpoint is None else checkpoint.seed
         if seed is None:
             seed = self._seeds.getrandbits(63)
+        record.output.images = prepared.images
         record.accept(ids, seed, self.info, text=self.tokenizer is not None)
         if checkpoint is not None:
             record.begin(checkpoint)

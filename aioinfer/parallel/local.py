@@ -89,7 +89,9 @@ class LocalReplica(Replica):
 
     def submit(self, attempt: Attempt, checkpoint: StreamCheckpoint | None, left: TimeLeft) -> None:
         record = attempt.record
-        stream = self.engine.queue(record.output.prompt_ids, request_of(record, left), checkpoint)
+        output = record.output
+        request, images = request_of(record, left), output.images or ()
+        stream = self.engine.queue(output.prompt_ids, request, checkpoint, images)
         reading = _Reading(self, attempt, stream, 0 if checkpoint is None else len(checkpoint.token_ids))
         attempt.handle = reading
         reading.begin(self._finished)

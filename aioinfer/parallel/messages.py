@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from aioinfer.execution.device import DeviceInfo
+from aioinfer.images.source import ImageSource
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.frames import FrameError
@@ -28,7 +29,8 @@ __all__ = ["PIECE", "PROTOCOL", "Abort", "Adapt", "Adapted", "Answers", "Decoder
 
 _MOST_REASON = 2000
 _Positive = Annotated[int, Meta(ge=1)]
-_Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
+#: an id, or a word of an image, which is negative
+_Token = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 32)]
 _Name = Annotated[bytes, Meta(min_length=16, max_length=16)]
 #: bytes of a page in one message
 PIECE = 1 << 20
@@ -44,7 +46,7 @@ def _protocol(version: int) -> str:
 
 
 #: a peer that speaks another one is refused
-PROTOCOL = _protocol(8)
+PROTOCOL = _protocol(9)
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -72,6 +74,8 @@ class Submit(Message, tag=2):
     checkpoint: str | None
     #: tokens of the output that its consumer has read, which counts with ``max_lag``
     read: int
+    #: bytes and size of those of the prompt; a checkpoint has its own
+    images: list[tuple[bytes, tuple[int, int] | None]] = []
 
     @classmethod
     def of(
@@ -81,19 +85,23 @@ class Submit(Message, tag=2):
         request: Request,
         checkpoint: StreamCheckpoint | None,
         read: int,
+        images: Sequence[ImageSource] = (),
     ) -> Self:
         """The message for an attempt; the request's parameters have their seed."""
         options = request.options()
         if checkpoint is not None:
             return cls(number, [], {}, options, checkpoint.to_json(), read)
-        return cls(number, list(prompt_ids), record_of(request.params), options, None, read)
+        sent = [(each.data, each.size) for each in images]
+        return cls(number, list(prompt_ids), record_of(request.params), options, None, read, sent)
 
-    def asked(self) -> tuple[Sequence[int], Request, StreamCheckpoint | None]:
-        """Prompt, request and checkpoint. Raises InvalidRequest: they are not those of this release."""
+    def asked(self) -> tuple[Sequence[int], Request, StreamCheckpoint | None, Sequence[ImageSource]]:
+        """Prompt, request, checkpoint and images. Raises InvalidRequest: they are not those of this
+        release."""
         if self.checkpoint is None:
-            return self.prompt_ids, Request(params=params_of(self.params), **self.options), None
+            images = [ImageSource(*each) for each in self.images]
+            return self.prompt_ids, Request(params=params_of(self.params), **self.options), None, images
         found = StreamCheckpoint.from_json(self.checkpoint)
-        return found.prompt_token_ids, Request(params=found.params, **self.options), found
+        return found.prompt_token_ids, Request(params=found.params, **self.options), found, found.images
 
 
 class Abort(Message, tag=3):

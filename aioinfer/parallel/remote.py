@@ -155,6 +155,7 @@ class SocketReplica(Replica):
             request_of(record, left),
             checkpoint,
             read,
+            () if record.output.images is None else record.output.images.sources,
         )
         try:
             link.connection.send(order)

@@ -13,6 +13,8 @@ from msgspec import Meta
 from aioinfer.budget import TokenBudget
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown, why
+from aioinfer.images.source import ImageSource
+from aioinfer.images.stored import StoredImage, restored, stored
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.request import RequestOptions
@@ -70,10 +72,12 @@ class StreamCheckpoint:
     deadline: float | None = None
     #: output tokens that it shares with others of this process; it has no JSON
     budget: TokenBudget | None = None
+    #: the images of the prompt, whose positions have words in ``prompt_token_ids``
+    images: Sequence[ImageSource] = ()
 
     def to_json(self) -> str:
-        """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs. Raises
-        InvalidRequest: it has a ``budget``, which is an object of this process."""
+        """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs, besides
+        the images in base64. Raises InvalidRequest: it has a ``budget``, which is this process's."""
         if self.budget is not None:
             raise InvalidRequest("budget", "is an object of this process: it cannot be stored")
         record: dict[str, Any] = {"version": VERSION}
@@ -88,6 +92,7 @@ class StreamCheckpoint:
             if not self.block.tops:
                 del block["tops"]
             record["block"] = block
+        record["images"] = stored(self.images)
         for name in _RECENT:
             if not record[name]:
                 del record[name]
@@ -118,6 +123,7 @@ class StreamCheckpoint:
             raise InvalidRequest(_FIELD, f"params: {error}") from None
         for name in ("logprobs", "prompt_logprobs"):
             values[name] = [TokenLogprob(*each) for each in values[name]]
+        values["images"] = restored(values["images"], _FIELD)
         if values["block"] is not None:
             values["block"] = BlockState(**msgspec.structs.asdict(values["block"]))
         return cls(**values)
@@ -137,7 +143,7 @@ def options_of(checkpoint: StreamCheckpoint) -> RequestOptions:
 
 
 #: fields that records of earlier releases do not have: they are written where they say something
-_RECENT = ("adapter", "adapter_fingerprint", "weight_version", "deadline", "budget")
+_RECENT = ("adapter", "adapter_fingerprint", "weight_version", "deadline", "budget", "images")
 
 _Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -186,3 +192,4 @@ class _Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     adapter_fingerprint: str = ""
     weight_version: _Count = 0
     deadline: Annotated[float, Meta(gt=0)] | None = None
+    images: list[StoredImage] = []

@@ -102,7 +102,7 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
         sequence.params,
         sequence.seed,
         sequence.stop_ids,
-        sequence.prompt_ids,
+        sequence.output.shown_ids,
         tuple(sequence.output_ids),
         sequence.grammar,
         sequence.steering,

@@ -326,7 +326,7 @@ class Generation:
             speller=self._speller,
             readers=record.readers,
             usage=lambda index: streams[index].usage,
-            prompt_ids=lambda index: prompts[index // call.n].encode(),
+            prompt_ids=lambda index: prompts[index // call.n].shown(),
         )
         return await wire.answer(call, context)
 
@@ -335,7 +335,7 @@ class Generation:
         tokenizer = self._engine.tokenizer
         if call.answer is None or tokenizer is None:
             return [None] * (len(prompts) * call.n)
-        ends = [end_of(prompt.encode(), tokenizer) for prompt in prompts]
+        ends = [end_of(prompt.shown(), tokenizer) for prompt in prompts]
         readers = [call.answer.reader(end) for end in ends for _ in range(call.n)]
         if call.turn is not None:
             readers[0].remember()

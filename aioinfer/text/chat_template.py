@@ -16,7 +16,7 @@ from typing import Any
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.text import template
 from aioinfer.text.conversation import PLACES, Change, Message, fitted
-from aioinfer.text.messages import check_text
+from aioinfer.text.messages import IMAGE, check_text
 from aioinfer.text.template_environment import rendered
 
 __all__ = ["UNREAD", "ChatTemplate"]
@@ -68,7 +68,7 @@ class ChatTemplate:
             # Some texts change on their way: templates trim them, or take thoughts out of them. Words do not.
             arrived = self._arrived(marked := _marked(messages), changes, variables)
             for at in missing:
-                if marked[at]["content"] not in arrived:
+                if marked[at]["content"].rstrip(IMAGE) not in arrived:
                     raise InvalidRequest(f"messages[{at}].content", UNREAD, code="unsupported_parameter")
         return text
 
@@ -155,21 +155,20 @@ def _missing(messages: Sequence[Message], text: str) -> list[int]:
     missing: list[int] = []
     at, back = 0, _BACK
     for index, message in enumerate(messages):
-        content = (message["content"] or "").strip()
-        if not content:
-            continue
-        if len(missing) >= _MISSES:
-            missing.append(index)
-            continue
-        found = text.find(content, at)
-        if found < 0 and at and back:
-            back -= 1
-            found = text.find(content, 0, at)
-        if found < 0 and (escaped := json.dumps(content, ensure_ascii=False)[1:-1]) != content:
-            found = text.find(escaped, at)
-        if found < 0 or message["role"] not in _ROLES:
-            missing.append(index)
-        else:
+        for content in map(str.strip, (message["content"] or "").split(IMAGE)):
+            if not content:
+                continue
+            found = -1
+            if len(missing) < _MISSES:
+                found = text.find(content, at)
+                if found < 0 and at and back:
+                    back -= 1
+                    found = text.find(content, 0, at)
+                if found < 0 and (escaped := json.dumps(content, ensure_ascii=False)[1:-1]) != content:
+                    found = text.find(escaped, at)
+            if found < 0 or message["role"] not in _ROLES:
+                missing.append(index)
+                break
             at = found + len(content)
     return missing
 
@@ -198,8 +197,8 @@ def _marked(messages: Sequence[Message]) -> list[Message]:
     number = 0
     for at, message in enumerate(messages):
         changed = {**message}
-        if (message["content"] or "").strip():
-            changed["content"] = f"{_WORD}{at:06}"
+        if content := (message["content"] or "").strip():
+            changed["content"] = f"{_WORD}{at:06}{IMAGE * content.count(IMAGE)}"
         if calls := message.get("tool_calls"):
             changed["tool_calls"] = []
             for call in calls:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from aioinfer.text.messages import RESULT_ROLES
+from aioinfer.text.messages import IMAGE, RESULT_ROLES, parts_of
 
 __all__ = ["PLACES", "Change", "Message", "fitted"]
 
@@ -34,7 +34,7 @@ _NINE = re.compile("[a-zA-Z0-9]{9}")
 class Change(enum.Flag):
     """What is put otherwise for a template."""
 
-    #: contents are lists of parts
+    #: contents are lists of parts; those with images always are
     PARTS = enum.auto()
     #: successive messages of the user are one
     JOIN_USERS = enum.auto()
@@ -112,8 +112,8 @@ def fitted(messages: Sequence[Message], changes: Change) -> list[Message]:
         content = message["content"]
         if content is None and "tool_calls" not in message:
             message["content"] = content = ""
-        if parts and content is not None:
-            message["content"] = [{"type": "text", "text": content}]
+        if content is not None and (parts or IMAGE in content):
+            message["content"] = parts_of(content)
         if thought_parts and message["role"] == "assistant":
             _put_thoughts(message)
     return found

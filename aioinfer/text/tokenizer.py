@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.images.prompt import shown
 from aioinfer.text import template
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, part_of_character
 from aioinfer.text.chat_template import ChatTemplate
@@ -15,7 +16,14 @@ from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, Offs
 from aioinfer.text.fast_tokenizer import facts_of, lean
 from aioinfer.text.messages import check_text, plain_messages
 
-__all__ = ["HFTokenizer", "Tokenizer", "end_of"]
+if TYPE_CHECKING:
+    from aioinfer.images.processor import ImageProcessor
+    from aioinfer.images.source import ImageLimits
+
+__all__ = ["NO_IMAGES", "HFTokenizer", "Tokenizer", "end_of"]
+
+#: why no images are read, unless there is another reason
+NO_IMAGES = "this model reads no images"
 
 #: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
@@ -50,6 +58,8 @@ class Tokenizer(Protocol):
             included.
         special_tokens: the texts among them that ``skip_special_tokens`` omits.
         longest_token: bytes of a text that one token stands for, at most; None if no bound is known.
+        images: what the model's files make of images; None, or no such attribute, if they are not read. Then
+            ``no_images`` says why.
         chat_templates: the texts of its chat templates.
         template_names: variables and keys of messages that the chat template reads; None if not known.
     """
@@ -125,6 +135,8 @@ class HFTokenizer:
         #: by whether a chat has tools, which may have a template of their own
         self._templates: dict[bool, ChatTemplate] = {}
         self.vocab_size = len(tokenizer)
+        self.images: ImageProcessor | None = None
+        self.no_images = NO_IMAGES
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
         self.special_tokens = frozenset(token.content for token in added.values() if token.special)
@@ -165,6 +177,16 @@ class HFTokenizer:
             name = checkpoint.path.name
             raise ConfigError(f"the tokenizer of {name} could not be loaded: {error}") from error
 
+    def read_images(self, checkpoint: Checkpoint, limits: ImageLimits) -> None:
+        """Read images from now on, if the files of the checkpoint say how; else ``no_images`` says why not.
+        Blocks."""
+        from aioinfer.images.processor import ImageProcessor
+
+        try:
+            self.images = ImageProcessor.of(checkpoint, self.added_tokens, limits)
+        except ConfigError as error:
+            self.no_images = f"{NO_IMAGES} here: {error}"
+
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with the special tokens that the model expects around it (such as BOS).
 
@@ -186,8 +208,8 @@ class HFTokenizer:
         """The text of a conversation through the model's chat template.
 
         Args:
-            messages: each with ``role`` and ``content``, which is text or a list of OpenAI's text parts.
-                The template may read other keys.
+            messages: each with ``role`` and ``content``, which is text or a list of OpenAI's text parts
+                and of parts of type "image". The template may read other keys.
             template_kwargs: variables of the template, besides ``tools``, ``documents``,
                 ``add_generation_prompt`` (default true) and ``continue_final_message``.
 
@@ -196,7 +218,8 @@ class HFTokenizer:
                 refuses the messages, leaves out some of them or does not come to an end; of
                 "chat_template_kwargs" for a reserved name.
         """
-        conversation = plain_messages(messages)
+        reserved = None if self.images is None else self.images.reserved
+        conversation = plain_messages(messages, reserved)
         if not self.has_chat_template:
             raise InvalidRequest("messages", "the model has no chat template: give a text prompt")
         for name in template_kwargs:
@@ -240,10 +263,14 @@ class HFTokenizer:
         With special tokens, that of a single token is its text within a text: a decoder that omits the space
         before a text (Llama 2) would give "true" and " true" the same one.
         """
-        given = list(ids)
+        given = list(self._shown([*ids]))
         if len(given) == 1 and not skip_special_tokens:
             return self.token_bytes(given[0]).decode(errors="replace")
         return self._decode(given, skip_special_tokens=skip_special_tokens)
+
+    def _shown(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids with the image token in place of words of images."""
+        return ids if self.images is None else shown(ids, self.images.token_id)
 
     def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         options = {} if self._fast is not None else {"clean_up_tokenization_spaces": False}
@@ -262,6 +289,7 @@ class HFTokenizer:
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``; agrees with :meth:`decode`."""
+        prompt_ids = self._shown(prompt_ids)
         if self._texts is not None:
             return ByteLevelDetokenizer(self._texts[skip_special_tokens], prompt_ids)
         if self._fast is not None:

@@ -18,6 +18,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo
+from aioinfer.images.source import ImageSource
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
@@ -269,15 +270,16 @@ def test_a_request_comes_out_as_it_went_in(params: SamplingParams, begun: bool) 
         params=params, priority=-3, cache_salt="s", routing_key="ü", waiting_timeout=1e-6,
         running_timeout=1e6, max_lag=7, request_id="mine", adapter="sql",
     )  # fmt: skip
+    images = [ImageSource(b"\xffPNG"), ImageSource(b"\0" * 6, (2, 1))]
     checkpoint = StreamCheckpoint(
-        fingerprint="abc", model="m", numerics="n", identical=True, prompt_token_ids=[5, 6], params=params,
+        fingerprint="abc", model="m", numerics="n", identical=True, prompt_token_ids=[5, -6], params=params,
         seed=params.seed or 0, token_ids=[7], logprobs=[TokenLogprob(7, -0.5, ((7, -0.5), (3, -1.25)))],
-        adapter="sql", adapter_fingerprint="abc",
+        adapter="sql", adapter_fingerprint="abc", images=images,
     )  # fmt: skip
-    found = decode(encoded(Submit.of(9, [5, 6], request, checkpoint if begun else None, 3)))
+    found = decode(encoded(Submit.of(9, [5, -6], request, checkpoint if begun else None, 3, images)))
     assert (found.number, found.read, found.options) == (9, 3, request.options())
-    prompt, found_request, found_checkpoint = found.asked()
-    assert (prompt, found_request) == ([5, 6], request)
+    prompt, found_request, found_checkpoint, found_images = found.asked()
+    assert (prompt, found_request, found_images) == ([5, -6], request, images)
     assert (found_checkpoint and found_checkpoint.to_json()) == (checkpoint.to_json() if begun else None)
 
 

@@ -216,7 +216,8 @@ def _scores(step: Step, cu_q: _Ints) -> tuple[_Ints, _Ints, list[tuple[int, int,
         first, last = row.scores
         offset = int(cu_q[index]) - row.start
         rows += range(offset + first, offset + last)
-        ids += row.sequence.prompt_ids[first + 1 : last + 1]
+        targets, images = row.sequence.prompt_ids[first + 1 : last + 1], row.sequence.output.images
+        ids += targets if images is None else images.shown(targets)
         scores.append((index, last - first, row.sequence.params.prompt_logprobs or 0))
     return np.asarray(rows, np.int64), np.asarray(ids, np.int64), scores
 

@@ -45,9 +45,9 @@ class Prompted:
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
 
-    def encode(self) -> Sequence[int]:
-        """Its token ids."""
-        return self._stream.cell.output.prompt_ids
+    def shown(self) -> Sequence[int]:
+        """Its token ids, as callers see them."""
+        return self._stream.cell.output.shown_ids
 
 
 class Turn:
