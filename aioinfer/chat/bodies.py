@@ -181,7 +181,8 @@ if not TYPE_CHECKING:
         to the path of an error."""
 
         def __class_getitem__(cls, other: Any) -> Any:
-            what = "an object" if get_origin(other) is dict else "a list"
+            several = get_origin(other) is not dict and not isinstance(other, type)
+            what = "a list" if several else "an object"
 
             def unless_text(given: Any, check: Callable[[Any], Any]) -> Any:
                 if isinstance(given, str):

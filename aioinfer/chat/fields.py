@@ -6,16 +6,30 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from aioinfer.chat.bodies import CACHING, CLIENTS, NO, OFF, Items, Object, Refused, TextOr, field, later
-from aioinfer.errors import InvalidRequest
+from aioinfer.chat.bodies import (
+    CACHING,
+    CLIENTS,
+    NO,
+    OFF,
+    Items,
+    Object,
+    Refused,
+    TextOr,
+    field,
+    later,
+    tagged,
+)
+from aioinfer.errors import InvalidRequest, shown
 
 __all__ = [
-    *("NAME", "ChosenTool", "Message", "ResponseFormat", "StructuredOutputs", "TextWithHoles", "Tool"),
-    "ToolFunction",
+    *("FINE", "NAME", "ChosenTool", "ImageURLPart", "Message", "ResponseFormat", "StructuredOutputs"),
+    *("TextWithHoles", "Tool", "ToolFunction"),
 ]
 
 #: the pattern of a function's name
 NAME = "^[a-zA-Z0-9_-]{1,64}$"
+#: how finely an image is looked at: as the model's own processor does
+FINE = Refused(("auto", "high"), "send a smaller image")
 _READ = "goes to the chat template"
 _MAYBE = "goes to the chat template, which may not read it"
 #: what becomes a grammar is checked there
@@ -33,6 +47,42 @@ class TextPart(
 
     type: Literal["text"] = field("`text`", ...)
     text: str = field("text", ...)
+
+
+class ImageURL(Object, refused={"detail": FINE}):
+    """An image."""
+
+    url: str = field("a data URI in base64, or a URL of a host that the server fetches images from", ...)
+
+
+class ImageURLPart(Object, harmless={"id": CLIENTS, "index": CLIENTS, "cache_control": CACHING}):
+    """An image of a message of a user or a tool."""
+
+    type: Literal["image_url"] = field("`image_url`", ...)
+    image_url: TextOr[ImageURL] = field("the URL, or an object that has it", ...)
+
+
+def _itself(given: Any) -> Any:
+    if isinstance(given, (str, int, float, list, dict)):
+        raise InvalidRequest("", "must be an image itself, which JSON has none of: use image_url")
+    return given
+
+
+class ImagePart(Object):
+    """An image in a process, where it is one already."""
+
+    type: Literal["image"] = field("`image`", ...)
+    image: Annotated[Any, AfterValidator(_itself)] = field("the image", ...)
+
+
+_PARTS = {"text": TextPart, "image_url": ImageURLPart, "image": ImagePart}
+
+
+def _unknown_part(kind: Any) -> str:
+    return f"must be 'text' or 'image_url', got {shown(kind)}"
+
+
+_Part = Annotated[Any, tagged(TextPart, ImageURLPart, pick=_PARTS.get, unknown=_unknown_part)]
 
 
 class CalledFunction(Object, harmless={"parsed_arguments": "the client's reading of `arguments`"}):
@@ -78,7 +128,7 @@ class Message(
         "`user`, `assistant`, `system`, `developer`, `tool`, `function`, or one of the chat template's own",
         ...,
     )
-    content: TextOr[Items[TextPart]] | None = field("text or a list of parts of text")
+    content: TextOr[Items[_Part]] | None = field("text or a list of parts of text and images")
     name: Any = field(_MAYBE)
     tool_calls: Items[CalledTool] | None = field(_READ)
     tool_call_id: str | None = field(_MAYBE)

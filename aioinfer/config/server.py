@@ -114,7 +114,7 @@ class ServerConfig(Settings):
         None,
         "connections",
         "largest request body in MiB; default: 1, and 64 bytes per token of the context, at most 16; of "
-        "embeddings and scores 16",
+        "embeddings and scores 16; of a model that reads images 24",
         POSITIVE,
     )
     #: The parser of JSON holds up all else while it runs, 0.1 to 0.5 us per value on a Xeon.
@@ -125,6 +125,18 @@ class ServerConfig(Settings):
         AT_LEAST_ONE,
     )
     max_messages: int = option(4096, "connections", "messages of a chat", AT_LEAST_ONE)
+    max_images: int = option(100, "connections", "images of a request", AT_LEAST_ONE)
+    max_image_mib: float = option(
+        10.0, "connections", "largest file of an image in MiB, of a model that reads images", POSITIVE
+    )
+    #: Separated by commas: a.b, a.b:8080, *.a.b, or * for any. Addresses that are not public are never
+    #: connected to, whatever a name resolves to.
+    image_hosts: str | None = option(
+        None, "connections", "hosts that images of requests are fetched from; default: none, data URIs only"
+    )
+    image_timeout: float = option(
+        10.0, "connections", "seconds until an image is fetched, redirects included", POSITIVE
+    )
     max_stored_responses: int = option(
         1024, "sessions", "responses that are stored for a key; 0: none are", NOT_NEGATIVE
     )

@@ -25,7 +25,7 @@ from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.connections import SURPLUS, Connection, Connections
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.keys import Keys
-from aioinfer.server.http.limits import MOST_BODY_MIB
+from aioinfer.server.http.limits import IMAGES_BODY_MIB
 from aioinfer.server.http.listening import Bound, bind_all, connection_limit, listen
 from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog
 from aioinfer.server.http.records import add_headers, record_of, recorded
@@ -274,7 +274,7 @@ def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
     access = WebAccess(config)
     app = web.Application(
         middlewares=[recorded, *outer, _json_errors, access.middleware(OPEN_PATHS)],
-        client_max_size=int((config.max_body_mib or MOST_BODY_MIB) * _MIB),
+        client_max_size=int((config.max_body_mib or IMAGES_BODY_MIB) * _MIB),
     )
     app.on_response_prepare.append(_recorded_early)
     app.on_response_prepare.append(add_headers)

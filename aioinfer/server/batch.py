@@ -32,7 +32,7 @@ from aioinfer.errors import ConfigError, EngineError, why
 from aioinfer.server.app import asgi_app
 from aioinfer.server.asgi import AsgiApplication
 from aioinfer.server.http.failures import Failure
-from aioinfer.server.http.limits import MOST_BODY_MIB
+from aioinfer.server.http.limits import IMAGES_BODY_MIB
 from aioinfer.system.locks import lock
 
 __all__ = ["URLS", "Batch", "Counts", "Output", "Row", "count_rows", "read_rows"]
@@ -48,7 +48,7 @@ URLS = (
 )
 #: rows that are read and not written, in those that are computed at a time
 _AHEAD = 4
-_MOST_LINE = int((MOST_BODY_MIB + 1) * (1 << 20))
+_MOST_LINE = int((IMAGES_BODY_MIB + 1) * (1 << 20))
 #: how each line of the output begins
 _BEGIN = b'{"id":"batch_req_'
 _TOO_MANY = 429
@@ -135,7 +135,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
 
 def _row(number: int, data: bytes | None) -> Row:
     if data is None:
-        return _bad(number, None, "body", f"line {number} has more than {MOST_BODY_MIB:g} MiB")
+        return _bad(number, None, "body", f"line {number} has more than {IMAGES_BODY_MIB:g} MiB")
     try:
         line = msgspec.json.decode(data, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

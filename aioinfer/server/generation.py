@@ -23,12 +23,14 @@ from aioinfer.server.express import ExpressLane
 from aioinfer.server.http.bodies import make_room, read_body
 from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.failures import as_failure
+from aioinfer.server.http.fetching import Fetcher
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, refuse_large
 from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
+from aioinfer.server.images import BodyImages
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
@@ -67,7 +69,10 @@ class Generation:
         self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
-        make_room(Limits.of(config, None, batch=True).body)
+        self._fetcher = Fetcher(config)
+        #: bytes of the largest body that there is room for
+        self._largest = Limits.of(config, None, batch=True).body
+        make_room(self._largest)
         self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
         self._lane = ExpressLane()
         #: requests that only want tokens or their text
@@ -125,8 +130,13 @@ class Generation:
         """The body of a request, read and parsed within the server's limits, and these. ``batch``: it may
         have many prompts. Raises Refused, InvalidRequest, ClientGone."""
         engine = self._engine
-        context = engine.info.max_model_len if engine.ready else None
-        limits = Limits.of(self._config, context, batch=batch)
+        info = engine.info if engine.ready else None
+        context = None if info is None else info.max_model_len
+        reads = info is not None and info.images is not None
+        limits = Limits.of(self._config, context, batch=batch, images=reads)
+        if limits.body > self._largest:  # a model that reads images has come
+            self._largest = limits.body
+            make_room(limits.body)
         # The limit of the application, too, where the engine is mounted in one.
         longest = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, longest)
@@ -134,6 +144,7 @@ class Generation:
         raw = await read_body(request, self._config.body_timeout, longest, held)
         raw = await self._parser.plain(request, raw, longest, held)
         chat = engine.chat_format
+        images = BodyImages(self._config, self._fetcher, reads=reads or info is None)
         computes = fingerprint(self._model, engine.config, engine.info)
         most = {name: getattr(engine.config, name, None) for name in OPTIONS}
         served = Served(
@@ -150,8 +161,17 @@ class Generation:
             stored=self._stored,
             sessions=self._sessions,
             owner=record_of(request).owner,
+            images=images,
         )
-        return await self._parser.parse(lambda body: parse(body, served), raw, limits, held), limits
+        parsed = await self._parser.parse(lambda body: parse(body, served), raw, limits, held)
+        if not images.complete:
+            async with self.watched(request):
+                await images.fetch(held)
+        return parsed, limits
+
+    async def close(self) -> None:
+        """Close connections to hosts of images. Idempotent."""
+        await self._fetcher.close()
 
     def watched(self, request: web.Request) -> Watched:
         """``async with``: raises ClientGone where the task waits if the client disconnects."""

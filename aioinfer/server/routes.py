@@ -115,6 +115,7 @@ class Routes:
     async def _forget(self, app: web.Application) -> None:
         self._stored.clear()
         self._sessions.clear()
+        await self._generation.close()
 
     def _add(self, app: web.Application, routes: Sequence[tuple[str, Route]]) -> None:
         taken = {

@@ -189,7 +189,8 @@ class Status:
         return {**body, "root": PurePath(adapter.path).name, "parent": self._models[0]}
 
     def _body(self, name: str) -> Model:
-        longest = self._engine.info.max_model_len if self._engine.ready else None
+        info = self._engine.info if self._engine.ready else None
+        longest = None if info is None else info.max_model_len
         body: Model = {
             "id": name,
             "object": "model",
@@ -205,8 +206,11 @@ class Status:
             "lifecycle": "active",
             "max_input_tokens": longest,
         }
-        if self._engine.ready and self._engine.info.block_size is not None:
-            body["block_size"] = self._engine.info.block_size
+        if info is not None:
+            read: list[Literal["text", "image"]] = ["text"] if info.images is None else ["text", "image"]
+            body["architecture"] = {"input_modalities": read, "output_modalities": ["text"]}
+        if info is not None and info.block_size is not None:
+            body["block_size"] = info.block_size
         return body
 
     def _permission(self) -> Permission:

@@ -18,11 +18,11 @@ from aioinfer.chat.fields import Message
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Prompt
-from aioinfer.errors import EngineClosed, InvalidRequest
+from aioinfer.errors import EngineClosed, InvalidRequest, renamed
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pieces import json_response
 from aioinfer.server.openai.fields import ChatTemplateFields, Model, TokenId
-from aioinfer.server.openai.protocol import Served, check_count, read, variables_of
+from aioinfer.server.openai.protocol import Served, chat_messages, read, variables_of
 from aioinfer.server.openapi.endpoints import Endpoint, Route
 
 __all__ = ["Tokens"]
@@ -146,8 +146,7 @@ class Tokens:
             async with self._generation.watched(request):
                 ids = await tokenizing
         except InvalidRequest as refused:
-            name = asked.names.get(refused.field, refused.field)
-            raise InvalidRequest(name, refused.message, code=refused.code) from None
+            raise renamed(refused, asked.names) from None
         strings = None
         if asked.strings:
             strings = await asyncio.get_running_loop().run_in_executor(None, self._strings, ids)
@@ -200,16 +199,16 @@ def _parse_tokenize(raw: bytes, served: Served) -> _Asked:
     body = read(TokenizeBody, raw, served)
     special, strings = body.add_special_tokens, body.return_token_strs
     if body.prompt is None:
-        check_count("messages", body.messages, served)
         messages, kwargs, _ = conversation(
             served.chat,
-            body.messages,
+            chat_messages(body.messages, served),
             variables_of(body, served.chat),
             body.tools,
             body.tool_choice,
             body.parallel_tool_calls,
         )
-        return _Asked(messages, kwargs or None, special, strings, {"prompt": "messages"})
+        names = {"prompt": "messages", **served.images.names}
+        return _Asked(messages, kwargs or None, special, strings, names)
     for name in ("messages", *ChatTemplateFields.model_fields):
         if getattr(body, name) is not None:
             raise InvalidRequest(name, "cannot be combined with prompt")

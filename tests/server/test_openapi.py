@@ -161,7 +161,7 @@ def test_the_bounds_of_numbers_are_those_of_the_server(name: str) -> None:
         {"temprature": 1},
         {"messages": []},
         {"messages": None},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}]},
         {"messages": [{"content": "a"}]},
     ],
     ids=lambda body: json.dumps(body)[:60],

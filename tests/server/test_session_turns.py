@@ -13,7 +13,6 @@ import pytest
 from aioinfer.server.http.disconnects import ClientGone
 from aioinfer.server.openai.wires import OpenAIAnswer
 from aioinfer.server.owned import Owned
-from aioinfer.server.sessions.table import ServedSession
 from aioinfer.server.sessions.turns import Turn
 from tests.engine.conftest import Gate
 from tests.server.conftest import Serving
@@ -27,15 +26,15 @@ async def test_a_turn_that_was_read_amid_another_is_not_taken_behind_it(
     serving: Serving, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, goes_on = threading.Event(), threading.Event()
-    make_turn = Turn.__init__
+    begin = Turn.begin
 
-    def slowly(self: Turn, served: ServedSession, messages: Any = None) -> None:
-        make_turn(self, served, messages)
+    def slowly(self: Turn, messages: Any) -> Any:
         if messages == [message("Second")]:
             made.set()
             assert goes_on.wait(60)
+        return begin(self, messages)
 
-    monkeypatch.setattr(Turn, "__init__", slowly)
+    monkeypatch.setattr(Turn, "begin", slowly)
     async with serving(fault=gate) as served:
         session = await make(served)
         first = asyncio.create_task(say(served, session, "First"))

@@ -5,22 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from aioinfer.chat.bodies import admit
+from aioinfer.chat.images import ImageReader
 from aioinfer.chat.order import TemplateOrder
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.server.anthropic.fields import (
+    ImageBlock,
     MessageParam,
     TextBlock,
     ThinkingBlock,
     ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
+    URLSource,
 )
 
 __all__ = ["Conversation"]
 
 #: blocks of the messages of a role
 _BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
     "system": ("text",),
 }
@@ -34,7 +37,7 @@ class Conversation:
     messages of the user are one, as in Anthropic's protocol.
     """
 
-    def __init__(self, _order: TemplateOrder | None = None) -> None:
+    def __init__(self, _order: TemplateOrder | None = None, images: ImageReader | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
         #: path of a message -> path in the body
         self.names: dict[str, str] = {}
@@ -43,6 +46,7 @@ class Conversation:
         #: names of the tools that results refer to
         self.loaded: set[str] = set()
         self._functions: dict[str, str] = {}
+        self._images = images or ImageReader()
 
     @property
     def continues(self) -> bool:
@@ -117,35 +121,59 @@ class Conversation:
     def _others(self, role: str, field: str, blocks: list[Any], *, left_out: bool) -> None:
         """A message of the user, or of the system in the midst of the conversation; what is ``left_out`` is
         checked only."""
-        texts: list[str] = []
+        said: list[tuple[str, Any]] = []
         results = 0
         for number, block in enumerate(blocks):
+            where = f"{field}.content[{number}]"
             if isinstance(block, ToolResultBlock):
-                self._result(f"{field}.content[{number}]", block)
+                self._result(where, block)
                 results += 1
             else:
-                texts.append(block.text)
-        if left_out or (results and not texts):
+                said.append((where, block))
+        if left_out or (results and not said):
             return
-        text = "".join(texts)
         last = self.messages[-1] if self.messages else {}
         if role == "user" and last.get("role") == "user":
-            last["content"] = [*_parts(last["content"]), {"type": "text", "text": f"\n\n{text}"}]
+            # The message goes on: its parts so far come first.
+            before = _parts(last["content"])
+            last["content"] = [*before, *self._parts(said, "\n\n", len(before))]
         else:
-            self._add(role, text, field)
+            self._add(role, "", field)["content"] = _plain(self._parts(said))
+
+    def _parts(self, said: list[tuple[str, Any]], begin: str = "", before: int = 0) -> list[dict[str, Any]]:
+        """Blocks, by where they come from, as the parts of the last message that come behind ``before``
+        others. Texts beside each other are one, and the first one begins with ``begin``."""
+        parts: list[dict[str, Any]] = []
+        texts = [begin] if begin else []
+        for where, block in said:
+            if not isinstance(block, ImageBlock):
+                texts.append(self._text(block))
+                continue
+            parts += _joined(texts)
+            texts.clear()
+            source, field = block.source, f"{where}.source"
+            place = f"messages[{len(self.messages) - 1}].content[{before + len(parts)}].image"
+            self._images.names[place] = field
+            if isinstance(source, URLSource):
+                parts.append(self._images.at(source.url, f"{field}.url"))
+            else:
+                parts.append(self._images.encoded(source.data, source.media_type, f"{field}.data"))
+        return [*parts, *_joined(texts)]
 
     def _result(self, where: str, block: ToolResultBlock) -> None:
         content = block.content
-        if not isinstance(content, str):
-            content = "".join([self._output(each) for each in content])
+        if isinstance(content, str):
+            content = [TextBlock.model_construct(text=content)]
+        blocks = [(f"{where}.content[{number}]", each) for number, each in enumerate(content)]
+        message = self._add("tool", "", where)
         # Chat templates know no failed results: the text has to say it.
-        message = self._add("tool", f"{_ERROR}{content}" if block.is_error else content, where)
+        message["content"] = _plain(self._parts(blocks, _ERROR if block.is_error else ""))
         message["tool_call_id"] = block.tool_use_id
         if block.tool_use_id in self._functions:
             message["name"] = self._functions[block.tool_use_id]
 
-    def _output(self, block: TextBlock | ToolReferenceBlock) -> str:
-        """The text of a block of a result; a reference is the name of a tool."""
+    def _text(self, block: TextBlock | ToolReferenceBlock) -> str:
+        """The text of a block; a reference is the name of a tool."""
         if isinstance(block, TextBlock):
             return block.text
         self.loaded.add(block.tool_name)
@@ -156,6 +184,17 @@ class Conversation:
         self.names[f"messages[{len(self.messages)}]"] = field
         self.messages.append(message)
         return message
+
+
+def _joined(texts: list[str]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "".join(texts)}] if texts else []
+
+
+def _plain(parts: list[dict[str, Any]]) -> Any:
+    """The text of parts that are nothing else."""
+    if len(parts) > 1 or (parts and parts[0]["type"] != "text"):
+        return parts
+    return parts[0]["text"] if parts else ""
 
 
 def _parts(content: Any) -> list[Any]:

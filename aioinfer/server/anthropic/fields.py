@@ -19,6 +19,7 @@ __all__ = [
     "CountTokensBody",
     "CustomTool",
     "HostedTool",
+    "ImageBlock",
     "MessageParam",
     "MessagesBody",
     "TextBlock",
@@ -27,6 +28,7 @@ __all__ = [
     "ToolReferenceBlock",
     "ToolResultBlock",
     "ToolUseBlock",
+    "URLSource",
 ]
 
 _READ = "goes to the chat template"
@@ -80,7 +82,39 @@ def _unsupported(kind: Any) -> str:
     return f"{shown(kind)} is not supported by this server"
 
 
-_RESULTS = {"text": TextBlock, "tool_reference": ToolReferenceBlock}
+class Base64Source(Object):
+    """An image in base64."""
+
+    type: Literal["base64"] = field("`base64`", ...)
+    media_type: str = field("`image/png`, `image/jpeg`, `image/webp` or `image/gif`", ...)
+    data: str = field("the file", ...)
+
+
+class URLSource(Object):
+    """An image of another host."""
+
+    type: Literal["url"] = field("`url`", ...)
+    url: str = field("a URL of a host that the server fetches images from", ...)
+
+
+_SOURCES = {"base64": Base64Source, "url": URLSource}
+
+
+def _unknown_source(kind: Any) -> str:
+    return f"must be 'base64' or 'url', got {shown(kind)}: files are not stored here"
+
+
+_Source = Annotated[Any, tagged(*_SOURCES.values(), pick=_SOURCES.get, unknown=_unknown_source)]
+
+
+class ImageBlock(Object, harmless=_CACHED):
+    """An image."""
+
+    type: Literal["image"] = field("`image`", ...)
+    source: _Source = field("an image in base64, or of another host", ...)
+
+
+_RESULTS = {"text": TextBlock, "image": ImageBlock, "tool_reference": ToolReferenceBlock}
 _Result = Annotated[Any, tagged(*_RESULTS.values(), pick=_RESULTS.get, unknown=_unsupported)]
 
 
@@ -90,13 +124,14 @@ class ToolResultBlock(Object, harmless=_CACHED, refused={"toolset_name": NO}):
     type: Literal["tool_result"] = field("`tool_result`", ...)
     tool_use_id: str = field(_READ, ...)
     content: TextOr[Items[_Result]] = field(
-        "text, or a list of blocks of text and of references to deferred tools", ""
+        "text, or a list of blocks of text, of images and of references to deferred tools", ""
     )
     is_error: bool = field("true: the model reads `Error: ` in front of the content", False)
 
 
 _BLOCKS = {
     "text": TextBlock,
+    "image": ImageBlock,
     "thinking": ThinkingBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,

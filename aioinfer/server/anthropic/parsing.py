@@ -38,7 +38,7 @@ def parse_count(raw: bytes, served: Served) -> Call:
 
 def _call(body: MessagesBody, served: Served) -> Call:
     check_count("messages", body.messages, served)
-    conversation = Conversation()
+    conversation = Conversation(images=served.images)
     conversation.read(body.system, body.messages)
     variables = Variables(served.chat, body.chat_template_kwargs)
     if conversation.continues:

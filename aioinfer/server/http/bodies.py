@@ -57,6 +57,10 @@ class BodyBytes:
             raise Rejected(f"body: those of all requests have {BODIES.bound} bytes at most, try again later")
         self._counted += more
 
+    def add(self, size: int) -> None:
+        """It takes ``size`` further bytes. Raises as :meth:`count`."""
+        self.count(self._counted + _UNCOUNTED + size)
+
     def release(self) -> None:
         """The request has ended. Idempotent."""
         BODIES.give(self._counted)

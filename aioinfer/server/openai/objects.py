@@ -232,9 +232,16 @@ class Permission(TypedDict):
     is_blocking: bool
 
 
+class Architecture(TypedDict):
+    """What the model reads and writes."""
+
+    input_modalities: list[Literal["text", "image"]]
+    output_modalities: list[Literal["text"]]
+
+
 class Model(TypedDict):
     """The served model, or an adapter of it, in the forms of OpenAI (``object``, ``created``), vLLM
-    (``max_model_len``) and Anthropic (``type``, ``created_at``)."""
+    (``max_model_len``), OpenRouter (``architecture``) and Anthropic (``type``, ``created_at``)."""
 
     id: str
     object: Literal["model"]
@@ -253,6 +260,8 @@ class Model(TypedDict):
     created_at: str
     lifecycle: Literal["active"]
     max_input_tokens: int | None
+    #: once the model is loaded
+    architecture: NotRequired[Architecture]
 
 
 class Models(TypedDict):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.bodies import Object, admit
 from aioinfer.chat.door import ask
+from aioinfer.chat.images import ImageReader, with_images
 from aioinfer.chat.structured import format_grammar, parse_grammar
 from aioinfer.chat.variables import Variables
 from aioinfer.engine import Prompt
@@ -47,6 +48,7 @@ __all__ = [
     "Call",
     "Served",
     "chat_call",
+    "chat_messages",
     "check_count",
     "format_beside",
     "json_object",
@@ -87,6 +89,8 @@ class Served:
     stored: StoredResponses | None = None
     sessions: Sessions | None = None
     owner: str = ""
+    #: those of the request
+    images: ImageReader = field(default_factory=ImageReader)
 
     def adapter(self, wanted: Any) -> str | None:
         """The adapter of a call that asks for the model ``wanted``; None: the model alone."""
@@ -165,7 +169,6 @@ class Call:
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
     body = read(ChatBody, raw, served)
-    check_count("messages", body.messages, served)
     variables = variables_of(body, served.chat)
     for name in ("enable_thinking", "think", "thinking"):
         variables.think(getattr(body, name), name)
@@ -174,11 +177,13 @@ def parse_chat(raw: bytes, served: Served) -> Call:
         raise InvalidRequest("top_logprobs", "needs logprobs")
     names = {"logprobs": "logprobs" if top is None else "top_logprobs"}
     messages, turn = body.messages, None
-    if body.session is not None:
+    if body.session is None:
+        messages = chat_messages(messages, served)
+    else:
         turn = _turn(body, body.session, served, messages)
-        messages = [*turn.earlier, *messages]
-        check_count("messages", messages, served)
         before = len(turn.earlier)
+        messages = turn.begin(chat_messages(messages, served, before))
+        check_count("messages", messages, served)
         names |= {f"messages[{at}]": "session" for at in range(before)}
         names |= {f"messages[{at}]": f"messages[{at - before}]" for at in range(before, len(messages))}
     call = chat_call(
@@ -205,7 +210,7 @@ def _turn(body: ChatBody | CompletionBody, session: str, served: Served, message
     if messages is not None and not (isinstance(messages, list) and messages):
         raise InvalidRequest("messages", "must be a list of messages, the new ones")
     assert served.sessions is not None
-    turn = Turn(served.sessions.find(served.owner, session, "session"), messages)
+    turn = Turn(served.sessions.find(served.owner, session, "session"))
     turn.check(body, served.adapter(body.model))
     return turn
 
@@ -237,7 +242,7 @@ def chat_call(
     ``prefix`` begins the id of the answer. ``names``: path in OpenAI's form -> path in the body. ``chat``:
     further arguments of :func:`aioinfer.chat.door.ask`. Raises InvalidRequest of a field of the body.
     """
-    names = names or {}
+    names = {**(names or {}), **served.images.names}
     try:
         call = _call(prefix, body, served, [messages], logprobs, response_format, names)
         asked = ask(served.chat, messages, call.params, variables, call.names, **chat)
@@ -302,6 +307,13 @@ def check_count(name: str, items: Any, served: Served, *, before: int = 0) -> No
     count = before + (len(items) if isinstance(items, list) else 1)
     if count > served.max_messages:
         raise InvalidRequest(name, f"at most {served.max_messages} (max_messages), got {count}")
+
+
+def chat_messages(given: Any, served: Served, before: int = 0) -> Any:
+    """The field ``messages`` with its images read; what else it has is not checked. ``before``: messages that
+    come before them. Raises InvalidRequest."""
+    check_count("messages", given, served)
+    return with_images(given, served.images, before)
 
 
 def read(kind: type[_ObjectT], raw: bytes, served: Served) -> _ObjectT:

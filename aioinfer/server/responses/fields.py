@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from aioinfer.chat.bodies import CACHING, CLIENTS, NO, Items, Object, Refused, TextOr, field, later, tagged
-from aioinfer.chat.fields import NAME
+from aioinfer.chat.fields import FINE, NAME
 from aioinfer.errors import shown
 from aioinfer.server.openai.fields import EFFORT_BUDGETS, VERBOSITIES, Extensions, TokenLimit
 
@@ -17,6 +17,7 @@ __all__ = [
     "LOGPROBS",
     "CallItem",
     "FunctionTool",
+    "InputImage",
     "MessageItem",
     "OutputItem",
     "ReasoningItem",
@@ -74,8 +75,24 @@ class InputText(
     text: str = field("text", ...)
 
 
-_TEXTS = dict.fromkeys(("input_text", "output_text", "text"), InputText)
-_Part = Annotated[Any, tagged(InputText, pick=_TEXTS.get, unknown=_unsupported)]
+class InputImage(
+    Object,
+    harmless={"cache_control": CACHING, "prompt_cache_breakpoint": "how a prefix is cached"},
+    refused={"detail": FINE, "file_id": Refused((), "send a data URI as image_url")},
+):
+    """An image of a message of a user, or of the output of a call."""
+
+    type: Literal["input_image"] = field("`input_image`", ...)
+    image_url: str = field(
+        "a data URI in base64, or a URL of a host that the server fetches images from", ...
+    )
+
+
+_PARTS: dict[str | None, type[Object]] = {
+    **dict.fromkeys(("input_text", "output_text", "text"), InputText),
+    "input_image": InputImage,
+}
+_Part = Annotated[Any, tagged(InputText, InputImage, pick=_PARTS.get, unknown=_unsupported)]
 
 
 class ReasoningPart(Object):
@@ -100,7 +117,7 @@ class MessageItem(Object, harmless={**_ITEM, "phase": "a label of OpenAI's own m
         "`user`, `assistant`, `system` or `developer`", ...
     )
     content: TextOr[Items[_Part]] | None = field(
-        "text or a list of parts of text; null only of the assistant"
+        "text or a list of parts of text and images; null only of the assistant"
     )
 
 
@@ -122,7 +139,9 @@ class OutputItem(Object, harmless=_ITEM, refused=_CALLS):
 
     type: Literal["function_call_output"] = field("`function_call_output`", ...)
     call_id: str = field(_READ, ...)
-    output: TextOr[Items[_Part]] | None = field("text or a list of parts of text; empty if it is null")
+    output: TextOr[Items[_Part]] | None = field(
+        "text or a list of parts of text and images; empty if it is null"
+    )
     name: str | None = field(_READ)
 
 

@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.chat.bodies import admit
+from aioinfer.chat.images import ImageReader
 from aioinfer.chat.order import TemplateOrder
 from aioinfer.errors import InvalidRequest
-from aioinfer.server.responses.fields import ITEMS, CallItem, MessageItem, OutputItem, ReasoningItem
+from aioinfer.server.responses.fields import (
+    ITEMS,
+    CallItem,
+    InputImage,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+)
 
 __all__ = ["Conversation"]
 
@@ -19,13 +27,19 @@ class Conversation:
     Items of one turn of the model (reasoning, a message, calls) become one message.
     """
 
-    def __init__(self, instructions: str | None, _order: TemplateOrder | None = None) -> None:
+    def __init__(
+        self,
+        instructions: str | None,
+        _order: TemplateOrder | None = None,
+        images: ImageReader | None = None,
+    ) -> None:
         self.messages: list[dict[str, Any]] = []
         #: path of a message -> path in the body
         self.names: dict[str, str] = {}
         #: the message of the model's turn that the next items belong to
         self._turn: dict[str, Any] | None = None
         self._functions: dict[str, str] = {}
+        self._images = images or ImageReader()
         if instructions is not None:
             self._add({"role": "system", "content": instructions}, "instructions")
 
@@ -54,14 +68,14 @@ class Conversation:
     def _message(self, field: str, item: MessageItem) -> None:
         if item.content is None and item.role != "assistant":
             raise InvalidRequest(f"{field}.content", "is missing")
-        content = _text(item.content)
         if item.role == "assistant":
             turn = self._turn
             if turn is None or turn["content"] is not None or turn.get("tool_calls"):
                 turn = self._begin(field)
-            turn["content"] = content
+            turn["content"] = self._content(item.content, f"{field}.content", images=False)
             return
         self._turn = None
+        content = self._content(item.content, f"{field}.content", images=item.role == "user")
         self._add({"role": item.role, "content": content}, field)
 
     def _call(self, field: str, item: CallItem) -> None:
@@ -76,7 +90,8 @@ class Conversation:
 
     def _output(self, field: str, item: OutputItem) -> None:
         self._turn = None
-        message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": ""}
+        message["content"] = self._content(item.output, f"{field}.output", images=True)
         if name := item.name or self._functions.get(item.call_id):
             message["name"] = name
         self.names[f"messages[{len(self.messages)}].content"] = f"{field}.output"
@@ -92,7 +107,19 @@ class Conversation:
         self.names[f"messages[{len(self.messages)}]"] = field
         self.messages.append(message)
 
-
-def _text(content: str | list[Any] | None) -> str:
-    """The text of a message: of a list of parts, all of them."""
-    return content if isinstance(content, str) else "".join([part.text for part in content or ()])
+    def _content(self, given: str | list[Any] | None, field: str, *, images: bool) -> Any:
+        """The content of the message that comes next: the text of all parts, or parts if there are
+        ``images``."""
+        if isinstance(given, str) or not any(isinstance(part, InputImage) for part in given or ()):
+            return given if isinstance(given, str) else "".join([part.text for part in given or ()])
+        parts: list[dict[str, Any]] = []
+        for number, part in enumerate(given or ()):
+            if not isinstance(part, InputImage):
+                parts.append({"type": "text", "text": part.text})
+                continue
+            if not images:
+                raise InvalidRequest(f"{field}[{number}].type", "images are of users and of outputs")
+            where = f"{field}[{number}].image_url"
+            self._images.names[f"messages[{len(self.messages)}].content[{number}].image"] = where
+            parts.append(self._images.at(part.image_url, where))
+        return parts

@@ -25,7 +25,7 @@ def parse_response(raw: bytes, served: Served) -> Call:
     previous = stored.previous(served.owner, body.previous_response_id)
     earlier = () if previous is None else previous.items
     check_count("input", body.input, served, before=len(earlier))
-    conversation = Conversation(body.instructions)
+    conversation = Conversation(body.instructions, images=served.images)
     conversation.read(earlier, "previous_response_id")
     conversation.read(body.input)
     names = {**conversation.names, "messages": "input"}

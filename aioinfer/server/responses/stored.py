@@ -18,7 +18,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.ledger import Share
 from aioinfer.server.owned import Owned
-from aioinfer.server.responses.fields import CallItem, MessageItem, OutputItem, ReasoningItem
+from aioinfer.server.responses.fields import CallItem, InputImage, MessageItem, OutputItem, ReasoningItem
 from aioinfer.server.responses.objects import ITEM
 
 __all__ = ["Draft", "Item", "StoredResponse", "StoredResponses", "new_response_id", "output_item"]
@@ -139,11 +139,16 @@ def _input_item(item: Any, digits: str) -> Item:
 
 def _message(item: MessageItem) -> tuple[str, Item]:
     given = item.content or ()
-    texts = [given] if isinstance(given, str) else [part.text for part in given]
-    content: list[dict[str, Any]] = [{"type": "input_text", "text": text} for text in texts]
+    content = [_input_part(part) for part in ([given] if isinstance(given, str) else given)]
     if item.role == "assistant":
-        content = [_output_text(text) for text in texts]
+        content = [_output_text(part["text"]) for part in content]
     return "msg", {"type": "message", "role": item.role, "content": content}
+
+
+def _input_part(part: Any) -> dict[str, Any]:
+    if isinstance(part, InputImage):
+        return {"type": "input_image", "image_url": part.image_url, "detail": "auto"}
+    return {"type": "input_text", "text": part if isinstance(part, str) else part.text}
 
 
 def _call(item: CallItem) -> tuple[str, Item]:
@@ -152,10 +157,13 @@ def _call(item: CallItem) -> tuple[str, Item]:
 
 
 def _output(item: OutputItem) -> tuple[str, Item]:
-    given = item.output or ()
-    text = given if isinstance(given, str) else "".join([part.text for part in given])
+    output: Any = item.output or ""
+    if not isinstance(output, str):
+        output = [_input_part(part) for part in output]
+        if all(part["type"] == "input_text" for part in output):
+            output = "".join([part["text"] for part in output])
     named = {} if item.name is None else {"name": item.name}
-    return "fco", {"type": "function_call_output", "call_id": item.call_id, "output": text, **named}
+    return "fco", {"type": "function_call_output", "call_id": item.call_id, "output": output, **named}
 
 
 def _reasoning(item: ReasoningItem) -> tuple[str, Item]:
@@ -174,4 +182,12 @@ _KINDS: dict[Any, Callable[[Any], tuple[str, Item]]] = {
 
 
 def _size(item: Item) -> int:
-    return _AROUND + len(json.dumps(item))
+    """What an item takes. Images count by their lengths: to write one as JSON would take long."""
+    parts = item.get("content") or item.get("output")
+    images: list[str] = []
+    if isinstance(parts, list):
+        images = [part["image_url"] for part in parts if "image_url" in part]
+    if isinstance(parts, list) and images:
+        plain = [part for part in parts if "image_url" not in part]
+        item = {**item, "content": plain, "output": None}
+    return _AROUND + len(json.dumps(item)) + sum(map(len, images))

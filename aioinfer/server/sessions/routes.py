@@ -22,7 +22,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.records import Record, record_of
-from aioinfer.server.openai.protocol import Served, check_count, read
+from aioinfer.server.openai.protocol import Served, chat_messages, read
 from aioinfer.server.openapi.endpoints import Endpoint, Route
 from aioinfer.server.sessions import turns
 from aioinfer.server.sessions.bodies import (
@@ -112,6 +112,8 @@ class _Asked:
     messages: list[dict[str, Any]] | None
     prompt: Prompt | None
     kwargs: Mapping[str, Any] | None
+    #: argument of the engine -> field of the body
+    names: Mapping[str, str]
 
 
 class SessionRoutes:
@@ -168,7 +170,7 @@ class SessionRoutes:
                     await self._warm(session, asked, record)
             except RequestError as error:
                 session.end()
-                raise renamed(error, {} if asked.messages is None else {"prompt": "messages"}) from None
+                raise renamed(error, asked.names) from None
             except BaseException:
                 session.end()
                 raise
@@ -298,11 +300,11 @@ def _parse(raw: bytes, served: Served) -> _Asked:
     else:
         if body.prompt is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
-        check_count("messages", body.messages, served)
+        given = chat_messages(body.messages, served)
         variables = Variables(served.chat, body.chat_template_kwargs)
         # What comes next is not known: the begin of an answer is no part of it.
         variables.put("add_generation_prompt", False, "add_generation_prompt")
-        messages, kwargs, _ = conversation(served.chat, body.messages, variables, body.tools)
+        messages, kwargs, _ = conversation(served.chat, given, variables, body.tools)
     return _Asked(
         model=served.name(body.model),
         adapter=served.adapter(body.model),
@@ -311,4 +313,5 @@ def _parse(raw: bytes, served: Served) -> _Asked:
         messages=messages,
         prompt=body.prompt,
         kwargs=kwargs or None,
+        names={} if messages is None else {"prompt": "messages", **served.images.names},
     )

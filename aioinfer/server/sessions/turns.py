@@ -55,17 +55,22 @@ class Turn:
 
     __slots__ = ("_answer", "_before", "_new", "_seen", "_stream", "earlier", "served")
 
-    def __init__(self, served: ServedSession, messages: Sequence[Mapping[str, Any]] | None = None) -> None:
-        """``messages``: the new ones. On any thread."""
+    def __init__(self, served: ServedSession) -> None:
+        """On any thread."""
         self.served = served
         self._seen = served.turns
-        #: the messages before those of the call
-        self.earlier = [] if messages is None else served.messages
-        self._new = None if messages is None else [*served.first, *messages]
+        #: of a chat, the messages before those of the call
+        self.earlier = served.messages
+        self._new: list[Mapping[str, Any]] | None = None
         #: the session's state, while the turn is under way
         self._before: State | None = None
         self._stream: Stream | None = None
         self._answer: Answer | None = None
+
+    def begin(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The call has these messages, which are new; returns them behind those before."""
+        self._new = [*self.served.first, *messages]
+        return [*self.earlier, *messages]
 
     def check(self, body: Any, adapter: str | None) -> None:
         """Raise InvalidRequest for a field of a body that a turn cannot have, or a session has otherwise."""
