@@ -22,12 +22,14 @@ from aioinfer._version import __version__
 from aioinfer.cli.streams import note, write
 from aioinfer.cli.terminal import loop_factory, own_engine
 from aioinfer.errors import AioInferError, ConfigError, RequestError
+from aioinfer.images.encoded import data_uri
 from aioinfer.params import SamplingParams
 
 __all__ = ["Conversation", "chat", "history_path"]
 
 _HELP = """\
 /clear            forget the conversation, not its settings
+/image FILE       send an image with the next question
 /set NAME VALUE   set a sampling parameter (temperature, max_tokens, seed, ...); none: to the default
 /set              show what is set
 /save FILE        write the conversation as JSON
@@ -39,7 +41,8 @@ _MOST_LINES = 1000
 #: seconds to connect to a server, and between two pieces of its answer
 _CONNECT, _SILENCE = 10.0, 300.0
 
-Messages = list[dict[str, str]]
+#: in OpenAI's form
+Messages = list[dict[str, Any]]
 
 
 class Backend(Protocol):
@@ -69,6 +72,10 @@ class Local:
         self._params(values)
 
     async def answer(self, messages: Messages, values: dict[str, Any]) -> AsyncGenerator[str, None]:
+        if any(isinstance(message["content"], list) for message in messages):
+            from aioinfer.chat.images import ImageReader, with_images  # imports pydantic
+
+            messages = with_images(messages, ImageReader())
         async with self._engine.generate(messages, self._params(values)) as stream:
             try:
                 async for chunk in stream:
@@ -177,6 +184,8 @@ class Conversation:
         self._note = note
         self._opening: Messages = [{"role": "system", "content": system}] if system else []
         self.messages: Messages = [*self._opening]
+        #: parts of the next question
+        self._images: list[dict[str, Any]] = []
 
     def line(self, line: str) -> None:
         """One typed line: a command or a question."""
@@ -187,7 +196,9 @@ class Conversation:
             self._ask(line)
 
     def _ask(self, question: str) -> None:
-        self.messages.append({"role": "user", "content": question})
+        content = [*self._images, {"type": "text", "text": question}] if self._images else question
+        self._images = []
+        self.messages.append({"role": "user", "content": content})
         pieces: list[str] = []
         try:
             self._runner.run(self._answer(pieces))
@@ -232,7 +243,9 @@ class Conversation:
             case "help", ():
                 self._note(_HELP)
             case "clear", ():
-                self.messages = [*self._opening]
+                self.messages, self._images = [*self._opening], []
+            case "image", (path, *rest):
+                self._image(" ".join([path, *rest]))
             case "stats", ():
                 self._note(self._backend.stats())
             case "set", ():
@@ -260,6 +273,16 @@ class Conversation:
             self._note(str(error) if known else f"{name[:80]} is no sampling parameter")
             return
         self._values = values
+
+    def _image(self, path: str) -> None:
+        try:
+            url = data_uri(Path(path).expanduser())
+        except (OSError, ValueError) as error:
+            self._note(f"no image: {error}")
+            return
+        self._images.append({"type": "image_url", "image_url": {"url": url}})
+        count = len(self._images)
+        self._note(f"{count} image{'s' if count > 1 else ''} with the next question")
 
     def _save(self, path: str) -> None:
         try:

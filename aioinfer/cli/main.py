@@ -119,6 +119,11 @@ async def _generate(options: argparse.Namespace) -> int:
         tokenizer = engine.tokenizer
         chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template
         prompt: Any = [{"role": "user", "content": options.prompt}] if chat else options.prompt
+        if options.image:
+            if not chat:
+                raise ConfigError("--image needs a model with a chat template, and no --raw")
+            images = [{"type": "image", "image": path} for path in options.image]
+            prompt[0]["content"] = [*images, {"type": "text", "text": options.prompt}]
         values: dict[str, Any] = {"max_tokens": options.max_tokens}
         if options.temperature is not None:
             values["temperature"] = options.temperature
@@ -260,6 +265,9 @@ def _add_chat(commands: Any) -> None:
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "PROMPT", "stream one generation to the terminal", _generate)
     parser.add_argument("prompt", metavar="PROMPT", help="text or question")
+    parser.add_argument(
+        "--image", type=Path, action="append", metavar="FILE", help="an image in front of it; several: again"
+    )
     parser.add_argument("--raw", action="store_true", help="continue the prompt, without a chat template")
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
     parser.add_argument("--max-tokens", type=int, default=512, help="maximum output (default: 512)")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import binascii
 import re
+from pathlib import Path
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.images.source import ImageSource
 
-__all__ = ["MEDIA_TYPES", "from_base64", "from_data_uri", "from_file", "media_type"]
+__all__ = ["MEDIA_TYPES", "data_uri", "from_base64", "from_data_uri", "from_file", "media_type"]
 
 #: what requests may send
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
@@ -69,6 +71,13 @@ def from_file(data: bytes, field: str, stated: str | None = None, most: int | No
     if stated is not None and stated != found:
         raise InvalidRequest(field, f"is stated to be {stated}, and begins as {found}")
     return ImageSource(data)
+
+
+def data_uri(path: Path) -> str:
+    """A file of an image as a data URI. Raises InvalidRequest of "image", and OSError."""
+    data = path.read_bytes()
+    kind = media_type(from_file(data, "image").data)
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def media_type(data: bytes) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import pty
@@ -135,6 +136,35 @@ def test_an_error_is_a_note_and_the_conversation_goes_on(talk: Any) -> None:
         conversation.line(line)
     assert terminal.notes[:2] == ["error: prompt: is too long", "error: gone"]
     assert [each["content"] for each in conversation.messages] == ["two", "a", "three", "fine"]
+
+
+def test_images_go_with_the_next_question(talk: Any, tmp_path: Path) -> None:
+    image, other = tmp_path / "a b.gif", tmp_path / "x.txt"
+    image.write_bytes(b"GIF89a" + bytes(40))
+    other.write_text("no image")
+    script = Script(["Red."], ["Why not?"])
+    conversation, terminal = talk(script)
+    for line in (
+        f"/image {image}",
+        f"/image {image}",
+        f"/image {other}",
+        f"/image {tmp_path}",
+        "Which colour?",
+    ):
+        conversation.line(line)
+    conversation.line("Why?")
+    notes = terminal.notes
+    assert notes[:2] == ["1 image with the next question", "2 images with the next question"]
+    assert all(note.startswith("no image: ") for note in notes[2:4])
+    url = f"data:image/gif;base64,{base64.b64encode(image.read_bytes()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    question = {"role": "user", "content": [part, part, {"type": "text", "text": "Which colour?"}]}
+    assert script.asked[0] == [question]
+    assert script.asked[1] == [
+        question,
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": "Why?"},
+    ]
 
 
 def test_parameters_are_set_checked_and_shown(talk: Any) -> None:

@@ -83,7 +83,7 @@ class Fetcher:
 
     async def fetch(self, url: URL, field: str, most: int, count: Callable[[int], None]) -> bytes:
         """The file at a URL that was checked. ``count`` is told the bytes of each piece as it arrives, and
-        may raise. Raises InvalidRequest of ``field``: it cannot be fetched, or has more than ``most`` bytes."""
+        may raise. Raises InvalidRequest of ``field``: it cannot be fetched, or is longer than ``most``."""
         try:
             async with asyncio.timeout(self._timeout):
                 return await self._followed(url, field, most, count)
