@@ -42,6 +42,7 @@ def chat_request(
     """The arguments of :meth:`aioinfer.Engine.chat`; ``limits``: of images in the messages. Raises
     InvalidRequest, by their names."""
     from aioinfer.chat.door import ask  # these import pydantic
+    from aioinfer.chat.images import ImageReader, with_images
     from aioinfer.chat.structured import format_grammar
 
     names: dict[str, str] = {}
@@ -58,7 +59,10 @@ def chat_request(
     offered, parsers = _tools(tools)
     return ask(
         chat,
-        freeze("messages", sourced(messages, limits), lists=True, kept=(ImageSource,)),
+        with_images(
+            freeze("messages", sourced(messages, limits), lists=True, kept=(ImageSource,)),
+            ImageReader(limits),
+        ),
         params,
         Variables(chat, _mapping(chat_template_kwargs)),
         names,

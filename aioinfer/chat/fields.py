@@ -62,20 +62,7 @@ class ImageURLPart(Object, harmless={"id": CLIENTS, "index": CLIENTS, "cache_con
     image_url: TextOr[ImageURL] = field("the URL, or an object that has it", ...)
 
 
-def _itself(given: Any) -> Any:
-    if isinstance(given, (str, int, float, list, dict)):
-        raise InvalidRequest("", "must be an image itself, which JSON has none of: use image_url")
-    return given
-
-
-class ImagePart(Object):
-    """An image in a process, where it is one already."""
-
-    type: Literal["image"] = field("`image`", ...)
-    image: Annotated[Any, AfterValidator(_itself)] = field("the image", ...)
-
-
-_PARTS = {"text": TextPart, "image_url": ImageURLPart, "image": ImagePart}
+_PARTS = {"text": TextPart, "image_url": ImageURLPart}
 
 
 def _unknown_part(kind: Any) -> str:

@@ -8,6 +8,7 @@ from aioinfer.chat.bodies import admit
 from aioinfer.chat.fields import ImageURLPart
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.images.encoded import from_base64, from_data_uri
+from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits
 
 __all__ = ["ImageReader", "with_images"]
 
@@ -16,12 +17,11 @@ _ROLES = ("user", "tool", "function")
 
 
 class ImageReader:
-    """Makes parts of messages of images, of at most ``most`` bytes. Raises InvalidRequest, by the field that
-    an image comes from."""
+    """Makes parts of messages of images. Raises InvalidRequest, by the field that an image comes from."""
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most
-        #: path of an image in the messages -> path in what the caller gave
+    def __init__(self, limits: ImageLimits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+        #: path of a part in the messages -> path of its image in what the caller gave
         self.names: dict[str, str] = {}
 
     def at(self, url: str, field: str) -> dict[str, Any]:
@@ -29,12 +29,12 @@ class ImageReader:
         self.admit(field)
         if url[:5].lower() != "data:":
             return self.remote(url, field)
-        return {"type": "image", "image": from_data_uri(url, field, self.most)}
+        return {"type": "image", "image": from_data_uri(url, field, self.limits)}
 
     def encoded(self, text: str, kind: str, field: str) -> dict[str, Any]:
         """The part of a message with the image of a text in base64; ``kind``: its media type."""
         self.admit(field)
-        return {"type": "image", "image": from_base64(text, kind, field, self.most)}
+        return {"type": "image", "image": from_base64(text, kind, field, self.limits)}
 
     def admit(self, field: str) -> None:
         """There is a further image."""
@@ -70,6 +70,6 @@ def _message(message: Any, reader: ImageReader, number: int, place: int) -> Any:
         given = admit(ImageURLPart, part, field).image_url
         field = f"{field}.image_url"
         url, field = (given, field) if isinstance(given, str) else (given.url, f"{field}.url")
-        reader.names[f"messages[{place}].content[{at}].image"] = field
+        reader.names[f"messages[{place}].content[{at}]"] = field
         parts[at] = reader.at(url, field)
     return {**message, "content": parts}

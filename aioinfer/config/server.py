@@ -125,10 +125,6 @@ class ServerConfig(Settings):
         AT_LEAST_ONE,
     )
     max_messages: int = option(4096, "connections", "messages of a chat", AT_LEAST_ONE)
-    max_images: int = option(100, "connections", "images of a request", AT_LEAST_ONE)
-    max_image_mib: float = option(
-        10.0, "connections", "largest file of an image in MiB, of a model that reads images", POSITIVE
-    )
     #: Separated by commas: a.b, a.b:8080, *.a.b, or * for any. Addresses that are not public are never
     #: connected to, whatever a name resolves to.
     image_hosts: str | None = option(

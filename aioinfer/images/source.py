@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from aioinfer.checkpoint.regular import read_regular
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.images.base64 import decoded_base64
 from aioinfer.images.pixels import pillow, upright
 
 __all__ = ["DEFAULT_LIMITS", "ImageLimits", "ImageSource", "images_in", "sourced", "taken"]
@@ -131,10 +131,7 @@ def _data_of(uri: str, field: str, limits: ImageLimits) -> bytes:
     if not parameters or parameters[-1].strip().lower() != "base64":
         raise InvalidRequest(field, "must be a data: URI in base64")
     limits.check_bytes(len(data) // 4 * 3 - 2, field)
-    try:
-        return base64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise InvalidRequest(field, f"is no base64: {error}") from None
+    return decoded_base64(data, field)
 
 
 def _read(path: str | os.PathLike[Any], field: str, limits: ImageLimits) -> bytes:

@@ -17,6 +17,7 @@ from aioinfer.client.engine_like import EngineLike
 from aioinfer.client.infilling import infilled
 from aioinfer.config import ServerConfig
 from aioinfer.errors import Rejected, RequestError
+from aioinfer.loop.given_images import image_limits
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.express import ExpressLane
@@ -30,7 +31,7 @@ from aioinfer.server.http.parsing import BodyParser, refuse_large
 from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
-from aioinfer.server.images import BodyImages
+from aioinfer.server.images import BodyImages, reads_images
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
@@ -41,7 +42,7 @@ from aioinfer.server.sessions.table import Sessions
 from aioinfer.server.sessions.turns import Prompted, Turn
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
-from aioinfer.text.tokenizer import end_of
+from aioinfer.text.tokenizer import NO_IMAGES, end_of
 
 __all__ = ["Generation"]
 
@@ -130,9 +131,8 @@ class Generation:
         """The body of a request, read and parsed within the server's limits, and these. ``batch``: it may
         have many prompts. Raises Refused, InvalidRequest, ClientGone."""
         engine = self._engine
-        info = engine.info if engine.ready else None
-        context = None if info is None else info.max_model_len
-        reads = info is not None and info.images is not None
+        context = engine.info.max_model_len if engine.ready else None
+        reads = reads_images(engine)
         limits = Limits.of(self._config, context, batch=batch, images=reads)
         if limits.body > self._largest:  # a model that reads images has come
             self._largest = limits.body
@@ -144,7 +144,8 @@ class Generation:
         raw = await read_body(request, self._config.body_timeout, longest, held)
         raw = await self._parser.plain(request, raw, longest, held)
         chat = engine.chat_format
-        images = BodyImages(self._config, self._fetcher, reads=reads or info is None)
+        refusal = "" if reads or not engine.ready else getattr(engine.tokenizer, "no_images", NO_IMAGES)
+        images = BodyImages(image_limits(engine.tokenizer), self._fetcher, refusal)
         computes = fingerprint(self._model, engine.config, engine.info)
         most = {name: getattr(engine.config, name, None) for name in OPTIONS}
         served = Served(

@@ -9,39 +9,46 @@ from typing import Any
 from yarl import URL
 
 from aioinfer.chat.images import ImageReader
-from aioinfer.config import ServerConfig
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.errors import InvalidRequest
 from aioinfer.images.encoded import from_file
+from aioinfer.images.source import ImageLimits, ImageSource
+from aioinfer.loop.given_images import image_processor
 from aioinfer.server.http.bodies import BodyBytes
 from aioinfer.server.http.fetching import Fetcher
 
-__all__ = ["BodyImages"]
+__all__ = ["BodyImages", "reads_images"]
 
 #: images of a request that are fetched at a time
 _AT_ONCE = 4
 #: stands in a part until its image is there
-_PENDING = object()
+_PENDING = ImageSource(b"")
+
+
+def reads_images(engine: EngineLike) -> bool:
+    """A request may have images; False until the model is loaded."""
+    return engine.ready and engine.info.images is not None and image_processor(engine.tokenizer) is not None
 
 
 class BodyImages(ImageReader):
     """The images of one body, within the limits of a server."""
 
-    def __init__(self, config: ServerConfig, fetcher: Fetcher, *, reads: bool) -> None:
-        """``reads``: the model reads images."""
-        super().__init__(int(config.max_image_mib * (1 << 20)))
+    def __init__(self, limits: ImageLimits, fetcher: Fetcher, refusal: str = "") -> None:
+        """``refusal``: why the model reads no images; empty: it does."""
+        super().__init__(limits)
         self._fetcher = fetcher
-        self._reads = reads
-        self._left = config.max_images
-        self._limit = f"at most {config.max_images} images a request (max_images)"
+        self._refusal = refusal
+        self._left = limits.most
         #: by URL, the fields and parts of its image
         self._remote: dict[URL, list[tuple[str, dict[str, Any]]]] = {}
 
     def admit(self, field: str) -> None:
-        if not self._reads:
-            raise InvalidRequest(field, "the model reads no images", code="unsupported_parameter")
+        if self._refusal:
+            raise InvalidRequest(field, self._refusal, code="unsupported_parameter")
         self._left -= 1
         if self._left < 0:
-            raise InvalidRequest(field, self._limit)
+            message = f"is one image too many: {self.limits.most} are the most (max_images)"
+            raise InvalidRequest(field, message)
 
     def remote(self, url: str, field: str) -> dict[str, Any]:
         part = {"type": "image", "image": _PENDING}
@@ -71,7 +78,7 @@ class BodyImages(ImageReader):
     ) -> None:
         for url, parts in works:
             field = parts[0][0]
-            most = self.most or 0
-            image = from_file(await self._fetcher.fetch(url, field, most, held.add), field)
+            data = await self._fetcher.fetch(url, field, self.limits, held.add)
+            image = from_file(data, field, self.limits)
             for _, part in parts:
                 part["image"] = image

@@ -24,6 +24,7 @@ from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.pieces import whole_response
+from aioinfer.server.images import reads_images
 from aioinfer.server.openai.objects import Model, Models, Permission
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openapi.endpoints import Endpoint, Route
@@ -207,7 +208,9 @@ class Status:
             "max_input_tokens": longest,
         }
         if info is not None:
-            read: list[Literal["text", "image"]] = ["text"] if info.images is None else ["text", "image"]
+            read: list[Literal["text", "image"]] = (
+                ["text", "image"] if reads_images(self._engine) else ["text"]
+            )
             body["architecture"] = {"input_modalities": read, "output_modalities": ["text"]}
         if info is not None and info.block_size is not None:
             body["block_size"] = info.block_size

@@ -31,6 +31,7 @@ from aioinfer.errors import (
     shown,
 )
 from aioinfer.execution.device import DeviceLost
+from aioinfer.images.support import ImageSupport
 from aioinfer.loop.options import PromptSource
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.service import Service
@@ -39,6 +40,7 @@ from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
+from aioinfer.testing.fake_images import SEEN, FakeImages
 from aioinfer.testing.timed_launcher import TimedLauncher
 
 __all__ = ["Answer", "Answers", "FakeEngine", "FakeRequest"]
@@ -123,6 +125,7 @@ class FakeEngine(Engine):
     but ``max_tokens`` counts the words of a scripted answer, so that a service's own bound does not cut it:
     with ``max_tokens=2`` it ends behind its second word, with ``finish_reason`` "length".
     An answer with the error EngineFailed ends the engine.
+    With ``images`` it takes images, which are ``<image>`` in the prompt's text.
     ``seed``, ``temperature`` and the other parameters of sampling change nothing. Tools are called in the
     format ``hermes`` and reasoning is split off in the format ``qwen3``, unless ``config`` says otherwise.
     """
@@ -136,6 +139,7 @@ class FakeEngine(Engine):
         config: EngineConfig | None = None,
         embedding_size: int = 3,
         scores: Scored | None = None,
+        images: bool = False,
         **unknown: Never,
     ) -> None:
         """``delay`` and ``pace``: seconds to the first token and from token to token; they pass on the clock
@@ -145,7 +149,9 @@ class FakeEngine(Engine):
         )
         # A step brings one token of an answer, at its own pace.
         config = replace(given(config), speculation="off")
-        super().__init__(config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer(), **unknown)
+        super().__init__(
+            config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer(images=images), **unknown
+        )
         self.answers = answers
         self.delay = delay
         self.pace = pace
@@ -153,6 +159,7 @@ class FakeEngine(Engine):
         self.requests: deque[FakeRequest] = deque(maxlen=_MOST_REQUESTS)
         self.scores = scores
         self._embedding_size = embedding_size
+        self._images = ImageSupport(token_id=FakeImages.token_id) if images else None
         self._device: FakeDevice | None = None
         #: the newest chat's source, which has no messages any more, and these
         self._asked: tuple[PromptSource | None, Any] = None, None
@@ -195,7 +202,7 @@ class FakeEngine(Engine):
         return float(given(query, document))
 
     def _new_launcher(self, config: EngineConfig) -> TimedLauncher:
-        device = FakeDevice(config, asyncio.get_running_loop().time, self._embedding_size)
+        device = FakeDevice(config, asyncio.get_running_loop().time, self._embedding_size, self._images)
         self._device = device
         return TimedLauncher(device, device.seconds)
 
@@ -270,7 +277,7 @@ def _of_words(params: SamplingParams, text: str) -> SamplingParams:
 def _text(prompt: PromptSource) -> str | None:
     """The text of a prompt, None if it has none that the engine takes."""
     try:
-        return FakeTokenizer().decode(prompt.encode())
+        return FakeTokenizer().decode(prompt.shown()).replace(SEEN, "<image>")
     except InvalidRequest:
         return None
 

@@ -15,6 +15,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, Progress, StepResult
 from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.execution.steering import SteeredRow, advance, awake, steer
+from aioinfer.images.processor import ImageProcessor
+from aioinfer.images.support import ImageSupport
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
@@ -22,8 +24,9 @@ from aioinfer.pooling import Pooling
 from aioinfer.request import Output
 from aioinfer.sampling.outcomes import ASKED, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
+from aioinfer.testing.fake_images import FakeImages
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
-from aioinfer.text.messages import plain_messages
+from aioinfer.text.messages import IMAGE, plain_messages
 
 __all__ = ["FakeDevice", "FakeTokenizer", "Script", "hashes", "logprob", "mix", "pool"]
 
@@ -63,12 +66,19 @@ class FakeDevice:
 
     synchronous = True
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float], hidden_size: int = 3) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        hidden_size: int = 3,
+        images: ImageSupport | None = None,
+    ) -> None:
         self.lane = DeviceLane()
         self.masks = GrammarWorker(threaded=False)
         self._config = config
         self._clock = clock
         self._hidden_size = hidden_size
+        self._images = images
         self._tenants: dict[int, NewRequestData] = {}
         #: slots whose newest row sampled nothing: their rows in flight are void
         self._void: set[int] = set()
@@ -86,6 +96,7 @@ class FakeDevice:
             eos_token_ids=frozenset({_END}),
             description="scripted answers",
             hidden_size=self._hidden_size,
+            images=self._images,
             max_adapters=config.adapter_slots,
             adapter_reason="" if config.adapter_slots else "max_adapters is 0",
         )
@@ -291,9 +302,10 @@ def _hidden(state: int, size: int) -> npt.NDArray[np.float32]:
 
 
 class FakeTokenizer:
-    """A token per byte of UTF-8, and 0 for the end of an output."""
+    """A token per byte of UTF-8, and 0 for the end of an output. ``images``: chats may have images."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, images: bool = False) -> None:
+        self.images = ImageProcessor(FakeImages()) if images else None
         self.vocab_size = _VOCABULARY
         self.eos_token_ids = frozenset({_END})
         self.has_chat_template = True
@@ -314,11 +326,12 @@ class FakeTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> str:
         """``role: content`` line by line, up to the answer. Raises InvalidRequest as real tokenizers do."""
+        reserved = None if self.images is None else self.images.reserved
         lines = [
             f"{each['role']}: {each['content'] or ''}{''.join(map(_call, each.get('tool_calls', ())))}\n"
-            for each in plain_messages(messages)
+            for each in plain_messages(messages, reserved)
         ]
-        return "".join([*lines, "assistant: "])
+        return "".join([*lines, "assistant: "]).replace(IMAGE, FakeImages.placeholder)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token - 1 for token in ids if token != _END).decode(errors="replace")

@@ -152,7 +152,7 @@ class Conversation:
             parts += _joined(texts)
             texts.clear()
             source, field = block.source, f"{where}.source"
-            place = f"messages[{len(self.messages) - 1}].content[{before + len(parts)}].image"
+            place = f"messages[{len(self.messages) - 1}].content[{before + len(parts)}]"
             self._images.names[place] = field
             if isinstance(source, URLSource):
                 parts.append(self._images.at(source.url, f"{field}.url"))

@@ -19,6 +19,7 @@ from yarl import URL
 from aioinfer._version import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.images.source import ImageLimits
 
 __all__ = ["Fetcher", "is_public"]
 
@@ -81,12 +82,12 @@ class Fetcher:
         usual = names if url.is_default_port() else set()
         return not self._hosts.isdisjoint(usual | {f"{name}:{url.port}" for name in names})
 
-    async def fetch(self, url: URL, field: str, most: int, count: Callable[[int], None]) -> bytes:
+    async def fetch(self, url: URL, field: str, limits: ImageLimits, count: Callable[[int], None]) -> bytes:
         """The file at a URL that was checked. ``count`` is told the bytes of each piece as it arrives, and
-        may raise. Raises InvalidRequest of ``field``: it cannot be fetched, or is longer than ``most``."""
+        may raise. Raises InvalidRequest of ``field``: it cannot be fetched, or is too large."""
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._followed(url, field, most, count)
+                return await self._followed(url, field, limits, count)
         except TimeoutError:
             message = f"the image did not arrive within {self._timeout:g} s (image_timeout)"
             raise InvalidRequest(field, message) from None
@@ -99,11 +100,13 @@ class Fetcher:
                 raise
             raise InvalidRequest(field, "its server does not answer with a whole image") from error
 
-    async def _followed(self, url: URL, field: str, most: int, count: Callable[[int], None]) -> bytes:
+    async def _followed(
+        self, url: URL, field: str, limits: ImageLimits, count: Callable[[int], None]
+    ) -> bytes:
         for _ in range(1 + _MOST_REDIRECTS):
             async with self._session().get(url, allow_redirects=False) as response:
                 if response.status not in _REDIRECTS:
-                    return await self._read(response, field, most, count)
+                    return await self._read(response, field, limits, count)
                 target = response.headers.get("Location", "")
             try:
                 joined = str(url.join(URL(target[:_LONGEST_URL])))
@@ -116,21 +119,20 @@ class Fetcher:
         raise InvalidRequest(field, f"is redirected more than {_MOST_REDIRECTS} times")
 
     async def _read(
-        self, response: aiohttp.ClientResponse, field: str, most: int, count: Callable[[int], None]
+        self, response: aiohttp.ClientResponse, field: str, limits: ImageLimits, count: Callable[[int], None]
     ) -> bytes:
         if response.status != 200:
             raise InvalidRequest(field, f"its server answers with status {response.status}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise InvalidRequest(field, "its server compresses the image, which was not asked for")
+        if response.content_length:
+            limits.check_bytes(response.content_length, field)
         body = bytearray()
-        pieces = response.content.iter_any()
-        while len(body) <= most and (response.content_length or 0) <= most:
-            piece = await anext(pieces, None)
-            if piece is None:
-                return bytes(body)
+        async for piece in response.content.iter_any():
+            limits.check_bytes(len(body) + len(piece), field)
             count(len(piece))
             body += piece
-        raise InvalidRequest(field, f"is an image of more than {most / (1 << 20):g} MiB (max_image_mib)")
+        return bytes(body)
 
     def _session(self) -> aiohttp.ClientSession:
         """The session, of the running loop."""

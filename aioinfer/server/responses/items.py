@@ -120,6 +120,6 @@ class Conversation:
             if not images:
                 raise InvalidRequest(f"{field}[{number}].type", "images are of users and of outputs")
             where = f"{field}[{number}].image_url"
-            self._images.names[f"messages[{len(self.messages)}].content[{number}].image"] = where
+            self._images.names[f"messages[{len(self.messages)}].content[{number}]"] = where
             parts.append(self._images.at(part.image_url, where))
         return parts
