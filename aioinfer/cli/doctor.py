@@ -117,6 +117,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         block_size=config.block_size,
         quantization=config.quantization,
         deterministic=config.deterministic,
+        images=config.images,
     )
     model = inspect_model(config.model_path, options)
     canvas, wanted = model.blocks is not None and model.blocks.canvas, config.attention_backend
@@ -149,6 +150,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         *_weights(config, model, layers, backend),
         *_needed(config, model, options, layers),
         *_diffusion(config, model),
+        *_images(model),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),
         Finding("operations", operations),
@@ -177,6 +179,12 @@ def _diffusion(config: EngineConfig, model: ModelInfo) -> list[Finding]:
     if model.blocks.canvas:
         text = f"canvases of {model.blocks.size}"
     return [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
+
+
+def _images(model: ModelInfo) -> list[Finding]:
+    if model.blind_reason:
+        return [Finding("images", f"are not read: {model.blind_reason}")]
+    return [Finding("images", "are read by its own encoder")] if model.images else []
 
 
 def _weights(

@@ -247,6 +247,7 @@ class TorchDevice:
                 # A model that drafts has none.
                 max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
                 deterministic=config.deterministic,
+                images=config.images and path is None,
             ),
             progress=loading,
             check_size=loading.claim if on_cpu else None,

@@ -130,8 +130,8 @@ class Opened:
         """The part of the checkpoint that is loaded; empty if it is all of it."""
         if not isinstance(self.checkpoint, TextPart):
             return ""
-        others = None if self.vision is None else self.vision.tensors
-        return self.checkpoint.description(others, images=self.vision is not None)
+        family = None if self.vision is None else self.vision.family
+        return self.checkpoint.description(*((family.prefixes, family.renames) if family else ()))
 
     @property
     def texts(self) -> Callable[[Tensors], Tensors] | None:
@@ -191,6 +191,9 @@ class ModelInfo:
     experts: tuple[int, int] | None
     #: the blocks of a block diffusion model; None for other models
     blocks: Blocks | None
+    #: it reads images; and the reason why a multimodal model does not
+    images: bool
+    blind_reason: str
 
 
 @blaming_the_config
@@ -216,6 +219,8 @@ def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
         inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),
         experts=expert_shape(family, config) if family else None,
         blocks=opened.blocks,
+        images=opened.vision is not None,
+        blind_reason=opened.blind_reason,
     )
 
 

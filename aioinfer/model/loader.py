@@ -36,6 +36,7 @@ from aioinfer.model.sizes import weight_bytes
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.updates.new_weights import Known
 from aioinfer.model.updates.recipe import DecoderRecipe
+from aioinfer.model.updates.vision_recipe import VisionRecipe
 from aioinfer.model.vision.part import VisionPart
 from aioinfer.model.weights import RandomWeights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
@@ -166,8 +167,9 @@ class _Own:
         stated = opened.checkpoint.generation_config()
         decoder = build_decoder(stated, self.family, config, weights, kernels, **facts)
         weights.give_back()
+        vision = None
         if opened.vision is not None:
-            self._add_encoder(decoder, opened.vision, len(weights.names), blobs)
+            vision = self._add_encoder(decoder, opened.vision, len(weights.names), blobs)
         decoder.updates = DecoderRecipe(
             config=config,
             known=Known(weights.names, kernels.tied),
@@ -177,6 +179,7 @@ class _Own:
             part=opened.texts,
             dtype=opened.dtype,
             device=options.device,
+            vision=vision,
             refusal=_HEADLESS if headless is not None else "" if blobs is None else _CACHED,
         )
         reason = self.layers.reason
@@ -195,17 +198,21 @@ class _Own:
             _without_head(decoder, headless, classifier)
         return decoder
 
-    def _add_encoder(self, model: CausalLM, vision: VisionPart, before: int, blobs: Blobs | None) -> None:
-        """Give a model its image encoder; ``before``: number of the tensors of its text model."""
+    def _add_encoder(
+        self, model: CausalLM, vision: VisionPart, before: int, blobs: Blobs | None
+    ) -> VisionRecipe:
+        """Give a model its image encoder; returns how that gets other weights. ``before``: number of the
+        tensors of its text model."""
         dtype, device, told = self.opened.dtype, self.options.device, self.progress
         progress = None
         if told is not None:
             progress = lambda what, done, total: told(what, before + done, before + total)  # noqa: E731
         weights = vision.weights(dtype, device, progress, self.check_size)
-        encoder = vision.build(weights, vision.kernels(self.layers, dtype, blobs))
-        model.encoder = encoder
+        kernels = vision.kernels(self.layers, dtype, blobs)
+        model.encoder = encoder = vision.build(weights, kernels)
         count = model.spec.num_parameters + weights.num_parameters
         model.spec = replace(model.spec, images=encoder.support, num_parameters=count)
+        return VisionRecipe(vision, weights.names, kernels, dtype, device)
 
 
 def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:

@@ -26,7 +26,7 @@ from aioinfer.model.renamed_tensors import RenamedTensors
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["WRAPPERS", "TextPart", "text_part"]
+__all__ = ["WRAPPERS", "TextPart", "other_tensors", "text_part"]
 
 
 class Wrapper(NamedTuple):
@@ -175,38 +175,27 @@ class TextPart(Directory):
         self._quantisation = quantisation
         self._stored = stored
 
-    def description(self, others: Tensors | None, *, images: bool) -> str:
-        """The part that is loaded, in words for the user. Raises ConfigError.
-
-        Args:
-            others: the tensors that are read besides those of the text model.
-            images: an encoder is loaded, too.
-        """
-        found = f"text{' and images' if images else ' part'} of {self.architecture}"
-        unread = self._text.unread - (0 if others is None else len(others.names)) if self._stored else 0
+    def description(self, prefixes: tuple[str, ...] = (), renames: Sequence[tuple[str, str]] = ()) -> str:
+        """The part that is loaded, in words for the user; with an encoder of images if that has tensors of
+        such names, see :func:`other_tensors`. Raises ConfigError."""
+        found = f"text{' and images' if prefixes else ' part'} of {self.architecture}"
+        if not self._stored:
+            return found
+        unread = self._text.unread - len(other_tensors(self._files, prefixes, renames).names)
         return f"{found}; {unread} tensors of other parts are not read" if unread else found
 
     def tensors(self) -> Tensors:
         return self._tensors
 
     def others(self, prefixes: tuple[str, ...], renames: Sequence[tuple[str, str]]) -> Tensors:
-        """The tensors of other parts whose names have one of these prefixes, without "model." in front.
-        Raises ConfigError.
+        """The tensors of another part; see :func:`other_tensors`. Raises ConfigError."""
+        from aioinfer.checkpoint.formats import NothingQuantised
 
-        Args:
-            prefixes: of their names, as they are returned.
-            renames: beginnings of names in the checkpoint, and what is returned for them.
-        """
-        found = {}
-        for stored in self._files.names:
-            name = stored.removeprefix("model.")
-            for old, new in renames:
-                if name.startswith(old):
-                    name = new + name.removeprefix(old)
-                    break
-            if name.startswith(prefixes):
-                found[name] = stored
-        return self._as_quantised(RenamedTensors(self._files, found))
+        found = other_tensors(self._files, prefixes, renames)
+        try:
+            return self._as_quantised(found)
+        except NothingQuantised:
+            return found  # the text model is, as a rule alone
 
     def texts(self) -> Callable[[Tensors], Tensors]:
         """A function that takes the tensors of the text model from those of the same architecture."""
@@ -279,6 +268,27 @@ class _TextTensors(RenamedTensors):
         hidden, middle = self._config.hidden_size, self._config.moe_intermediate_size
         outputs, inputs = (2 * middle, hidden) if weight.endswith("gate_up_proj") else (hidden, middle)
         return shape[1:] != (outputs, inputs) and shape[1:] == (inputs, outputs)
+
+
+def other_tensors(
+    tensors: Tensors, prefixes: tuple[str, ...], renames: Sequence[tuple[str, str]]
+) -> RenamedTensors:
+    """The tensors of a checkpoint whose names have one of these prefixes, without "model." in front.
+
+    Args:
+        prefixes: of their names, as they are returned.
+        renames: beginnings of names in the checkpoint, and what is returned for them.
+    """
+    found = {}
+    for stored in tensors.names:
+        name = stored.removeprefix("model.")
+        for old, new in renames:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+                break
+        if name.startswith(prefixes):
+            found[name] = stored
+    return RenamedTensors(tensors, found)
 
 
 def _without_wrapper(name: str) -> str:

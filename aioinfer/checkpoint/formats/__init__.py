@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aioinfer.checkpoint.formats.awq import AWQ
-from aioinfer.checkpoint.formats.base import Format, QuantisedTensors
+from aioinfer.checkpoint.formats.base import Format, NothingQuantised, QuantisedTensors
 from aioinfer.checkpoint.formats.compressed import compressed
 from aioinfer.checkpoint.formats.fields import FIELDS, check_fields
 from aioinfer.checkpoint.formats.fp8 import FP8
@@ -15,7 +15,7 @@ from aioinfer.checkpoint.formats.mxfp4 import MXFP4Tensors
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError, shown
 
-__all__ = ["quantised_tensors"]
+__all__ = ["NothingQuantised", "quantised_tensors"]
 
 
 def _modelopt(config: dict[str, Any]) -> Format:

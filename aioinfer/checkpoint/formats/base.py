@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Format",
+    "NothingQuantised",
     "QuantisedTensors",
     "Stack",
     "Stored",
@@ -170,6 +171,13 @@ class ZeroPoints(Format):
         return dequantised(QuantisedMatrix(values, scales, -scales * zeros, rounding))
 
 
+class NothingQuantised(ConfigError):
+    """No tensor is quantised, though the config says so."""
+
+    def __init__(self) -> None:
+        super().__init__("model: the config says that weights are quantised, and the checkpoint has none")
+
+
 class QuantisedTensors(Tensors):
     """Tensors of which a format stores weights in parts; they have the names of weights."""
 
@@ -195,9 +203,7 @@ class QuantisedTensors(Tensors):
                 self._modules[weight] = stored
                 form.shape(stored)
         if not self._modules:
-            raise ConfigError(
-                "model: the config says that weights are quantised, and the checkpoint has none"
-            )
+            raise NothingQuantised
         plain = {name for name in names if name.rpartition(".")[2] not in _OF_KV}
         self._names = frozenset(plain | self._modules.keys())
 

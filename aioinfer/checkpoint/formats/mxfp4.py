@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from aioinfer.checkpoint.formats.base import NothingQuantised
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 
@@ -45,9 +46,7 @@ class MXFP4Tensors(Tensors):
                 if own in names:
                     raise ConfigError(f"model: {own} is in the checkpoint quantised and not quantised")
         if not self._shapes:
-            raise ConfigError(
-                "model: the config says that weights are quantised, and the checkpoint has none"
-            )
+            raise NothingQuantised
         self._names = frozenset(names | self._shapes.keys())
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from aioinfer.errors import ConfigError, shown
 from aioinfer.ledger import LEDGER, Share
 from aioinfer.model.embedding_checkpoint import with_prefix
 from aioinfer.model.layer_kernels import LayerKernels
+from aioinfer.model.multimodal import TextPart
 from aioinfer.model.spec import CausalLM, Change, NewTensors
 from aioinfer.model.updates.new_weights import Known, NewWeights
 from aioinfer.model.updates.rewriting import Rewriting
 from aioinfer.model.updates.tensors import GivenTensors, check_values
+from aioinfer.model.updates.vision_recipe import VisionRecipe
 
 __all__ = ["Build", "DecoderRecipe", "PreparedUpdate", "check_config", "prepare_update"]
 
@@ -88,6 +91,8 @@ class DecoderRecipe:
     part: Callable[[Tensors], Tensors] | None
     dtype: torch.dtype
     device: torch.device
+    #: of the image encoder; None: there is none
+    vision: VisionRecipe | None = None
     #: reason why it cannot be done; empty if it can
     refusal: str = ""
 
@@ -96,21 +101,33 @@ class DecoderRecipe:
     ) -> Iterable[Change]:
         if self.refusal:
             raise ConfigError(f"model: {self.refusal}")
-        if not isinstance(given, Path):
-            tensors: Tensors = GivenTensors(given)
-            tensors = tensors if self.part is None else self.part(tensors)
+        tensors, others = self._opened(given)
+        mapped, found = isinstance(given, Path), list[Change]()
+        if self.vision is not None and others is not None and others.names:
+            claim = partial(self._claim, copies)
+            found = self.vision.changes(model, others, go_on, claim, mapped=mapped)
+            if not tensors.names:
+                return found
+        if not mapped:
             # Whole sets may have another layout than the checkpoint had; what is not whole has the same.
             with suppress(ConfigError):
-                return self._planned(model, tensors, go_on, copies, partial=False, mapped=False)
-            return self._planned(model, tensors, go_on, copies, partial=True, mapped=False)
-        if given.suffix == ".safetensors" and given.is_file():
-            tensors = SafetensorsTensors(given)
-            tensors = tensors if self.part is None else self.part(tensors)
-        else:
-            checkpoint, config = self.open(given)
-            check_config(self.config, config)
-            tensors = checkpoint.tensors()
-        return self._planned(model, tensors, go_on, copies, partial=False, mapped=True)
+                return found + self._planned(model, tensors, go_on, copies, partial=False, mapped=False)
+        return found + self._planned(model, tensors, go_on, copies, partial=not mapped, mapped=mapped)
+
+    def _opened(self, given: NewTensors) -> tuple[Tensors, Tensors | None]:
+        """The tensors of the text model, and those of the image encoder."""
+        if not isinstance(given, Path) or (given.suffix == ".safetensors" and given.is_file()):
+            tensors: Tensors = SafetensorsTensors(given) if isinstance(given, Path) else GivenTensors(given)
+            others = None if self.vision is None else self.vision.part.of(tensors)
+            return tensors if self.part is None else self.part(tensors), others
+        checkpoint, config = self.open(given)
+        check_config(self.config, config)
+        others = None
+        if self.vision is not None and isinstance(checkpoint, TextPart):
+            part = self.vision.part
+            check_config(part.config.vision_config, checkpoint.outer.vision_config)
+            others = checkpoint.others(part.family.prefixes, part.family.renames)
+        return checkpoint.tensors(), others
 
     def _planned(
         self,
@@ -130,11 +147,15 @@ class DecoderRecipe:
         go_on()
         self.build(weights, rewriting)
         weights.check_any()
+        self._claim(copies, weights)
+        check_values(tensors, weights.kinds, go_on, rewriting.kept)
+        return rewriting.changes
+
+    def _claim(self, copies: Share, weights: NewWeights) -> None:
+        """Promise the memory in which parts are copied while they are written."""
         if self.device.type == "cpu":
             most = _COPIES * weights.largest * self.dtype.itemsize
             LEDGER.claim(copies, max(0, most - copies.promised))
-        check_values(tensors, weights.kinds, go_on, rewriting.kept)
-        return rewriting.changes
 
 
 def check_config(known: Any, found: Any) -> None:

@@ -13,7 +13,7 @@ from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.model.backend import Backend
 from aioinfer.model.kernels import choose_layers, make_tower_layers
 from aioinfer.model.layer_kernels import LayerKernels
-from aioinfer.model.multimodal import TextPart
+from aioinfer.model.multimodal import TextPart, other_tensors
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.base import Encoder
 from aioinfer.model.vision.families.internvl import InternVL
@@ -64,6 +64,10 @@ class VisionPart:
         if self.tensors is None:
             return RandomWeights(dtype=dtype, device=device, check_size=check_size)
         return Weights(self.tensors, dtype=dtype, device=device, progress=progress, files=self.files)
+
+    def of(self, tensors: Tensors) -> Tensors:
+        """Its tensors among those of a checkpoint of the same architecture."""
+        return other_tensors(tensors, self.family.prefixes, self.family.renames)
 
     def native(self, layers: Backend) -> bool:
         """Whether its layers are native, where those of the text model are ``layers``."""
