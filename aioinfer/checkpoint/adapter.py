@@ -37,6 +37,7 @@ _PEFT = "base_model.model."
 #: of models for more than text; the first that fits counts
 _PREFIXES = (
     "model.language_model.",
+    "model.text_model.",
     "language_model.model.",
     "language_model.",
     "transformer.",

@@ -106,7 +106,7 @@ REFUSED: list[tuple[dict[str, tuple[int, int]], dict[str, Any], str]] = [
             ("lm_head", "the head is not adapted"),
             ("model.embed_tokens", "embeddings are not adapted"),
             ("model.layers.0.per_layer_input_gate", "inputs by layer are not adapted"),
-            ("model.visual.blocks.0.attn.qkv", "it is in a part of the model that is not loaded"),
+            ("model.visual.blocks.0.attn.qkv", "it is in no part of the text model, which alone is adapted"),
             ("model.layers.7.self_attn.q_proj", "the model has no such linear layer"),
             ("model.layers.0.self_attn.q_norm", "the model has no such linear layer"),
         )

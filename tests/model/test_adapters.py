@@ -356,12 +356,13 @@ def test_all_linear_layers_but_those_of_experts_are_targets(models: Models, name
     assert left == found
 
 
-def test_wrapped_models_take_the_names_of_the_wrapper(models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", ["language_model", "text_model"])
+def test_wrapped_models_take_the_names_of_the_wrapper(models: Models, tmp_path: Path, inner: str) -> None:
     model = models.load("qwen3")
     shapes = shapes_of(model)
     matrices = factors(shapes, dict.fromkeys(shapes, 4), seed=1, dtype=torch.float32)
-    outer = {name.replace("model.", "model.language_model.", 1): pair for name, pair in matrices.items()}
-    pattern = r"model\.language_model\..*_proj"
+    outer = {name.replace("model.", f"model.{inner}.", 1): pair for name, pair in matrices.items()}
+    pattern = rf"model\.{inner}\..*_proj"
     path = write_adapter(tmp_path, outer, lora_alpha=12, target_modules=pattern)
     remove = installed(model, path)
     got = logits(model, ROWS, [1] * 5, "sdpa")

@@ -31,13 +31,13 @@ _FIXED = {
     "per_layer_model_projection": "inputs by layer are not adapted",
     "per_layer_input_gate": "inputs by layer are not adapted",
     "per_layer_projection": "inputs by layer are not adapted",
-    "visual": "it is in a part of the model that is not loaded",
-    "vision_tower": "it is in a part of the model that is not loaded",
-    "vision_embedder": "it is in a part of the model that is not loaded",
-    "audio_tower": "it is in a part of the model that is not loaded",
-    "multi_modal_projector": "it is in a part of the model that is not loaded",
-    "embed_vision": "it is in a part of the model that is not loaded",
-    "embed_audio": "it is in a part of the model that is not loaded",
+    **dict.fromkeys(
+        (
+            *("visual", "vision_tower", "vision_model", "vision_embedder", "audio_tower"),
+            *("multi_modal_projector", "connector", "embed_vision", "embed_audio"),
+        ),
+        "it is in no part of the text model, which alone is adapted",
+    ),
 }
 #: bytes of a file that are no numbers
 _HEADER = 16 << 20
