@@ -45,7 +45,9 @@ class Packer:
     ) -> None:
         self._rows = rows
         self._images = None if images is None else ImagePacker(images, num_slots)
-        self._image_token = 0 if images is None else images.token_id
+        self._image_token = 0
+        if images is not None:
+            self._image_token = images.token_id if images.filler_id is None else images.filler_id
         self._graphs = graphs
         self._states = states
         self._hidden = hidden

@@ -13,6 +13,8 @@ class ImageSupport:
 
     #: stands in the prompt at the positions of an image
     token_id: int
+    #: is there in the ids that the model gets, whose vectors features replace; None: ``token_id``
+    filler_id: int | None = None
     #: the positions of a unit see each other both ways, so that no chunk ends within one
     two_way: bool = False
     #: positions have three coordinates (M-RoPE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.images.checkpoints import TEXT, write_model, write_processor, write_tokenizer
 
 _TEXT: dict[str, Any] = {
@@ -68,7 +70,7 @@ def gemma4(path: Path, *, clipped: bool = False, within: bool = True, **text: An
         "max_soft_tokens": 70,
     }
     write_processor(path, settings, {"processor_class": "Gemma4Processor"}, within=within)
-    return write_model(
+    model = write_model(
         path,
         "Gemma4",
         text_config={
@@ -87,3 +89,13 @@ def gemma4(path: Path, *, clipped: bool = False, within: bool = True, **text: An
         eoa_token_index=end_audio,
         video_token_id=video,
     )  # fmt: skip
+    if clipped:
+        generator = torch.Generator().manual_seed(4)
+        for name, buffer in model.model.vision_tower.named_buffers():
+            drawn = torch.rand(buffer.shape, generator=generator)
+            if name.endswith(("_min", "_max")):
+                buffer.copy_((0.5 + drawn) * (-1 if name.endswith("_min") else 1))
+            elif name.startswith("std_"):
+                buffer.copy_(0.5 + drawn)
+        model.save_pretrained(path)
+    return model

@@ -49,11 +49,26 @@ def naflex(grid: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, A
     }
 
 
+def patches(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An image of Gemma 4 in so many rows and columns of squares of three by three patches, among padding."""
+    rows, columns = (3 * count for count in size)
+    values = rng.random((81, 48), dtype=np.float32)
+    values[rows * columns :] = 0
+    places = np.full((81, 2), -1)
+    grid = np.meshgrid(np.arange(columns), np.arange(rows))
+    places[: rows * columns] = np.stack(grid, -1).reshape(-1, 2)
+    given = {"pixel_values": torch.from_numpy(values), "image_position_ids": torch.from_numpy(places)}
+    arrays = {"patches": values[: rows * columns], "grid": np.array([rows, columns])}
+    return arrays, {name: tensor[None] for name, tensor in given.items()}
+
+
 #: by the names of models
 TOWERS = {
     "smolvlm": TowerCase(listed_tile, ((16, 16), (24, 24), (40, 40))),
     "idefics3": TowerCase(listed_tile, ((26, 26), (38, 38))),
     "internvl": TowerCase(tile, ((16, 16), (16, 16))),
+    "gemma3": TowerCase(tile, ((16, 16),)),
+    "gemma4-deaf": TowerCase(patches, ((1, 1), (3, 3), (2, 4), (5, 1))),
     "internvl-rms": TowerCase(tile, ((24, 24),)),
     "lfm2-vl": TowerCase(naflex, ((4, 4), (2, 14), (10, 6))),
 }

@@ -16,6 +16,8 @@ from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.multimodal import TextPart, other_tensors
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.base import Encoder
+from aioinfer.model.vision.families.gemma3 import Gemma3
+from aioinfer.model.vision.families.gemma4 import Gemma4
 from aioinfer.model.vision.families.internvl import InternVL
 from aioinfer.model.vision.families.lfm2_vl import Lfm2Vl
 from aioinfer.model.vision.families.qwen3_vl import Qwen3VL
@@ -30,6 +32,8 @@ _QWEN3_VL = Qwen3VL()
 _SMOLVLM = SmolVLM()
 #: architecture -> the family of its encoder
 _FAMILIES: dict[str, VisionFamily] = {
+    "Gemma3ForConditionalGeneration": Gemma3(),
+    "Gemma4ForConditionalGeneration": Gemma4(),
     "Idefics3ForConditionalGeneration": _SMOLVLM,
     "InternVLForConditionalGeneration": InternVL(),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
@@ -68,6 +72,11 @@ class VisionPart:
     def of(self, tensors: Tensors) -> Tensors:
         """Its tensors among those of a checkpoint of the same architecture."""
         return other_tensors(tensors, self.family.prefixes, self.family.renames)
+
+    @property
+    def two_way(self) -> bool:
+        """Whether the positions of a unit see each other both ways."""
+        return self.family.two_way(self.config)
 
     def native(self, layers: Backend) -> bool:
         """Whether its layers are native, where those of the text model are ``layers``."""

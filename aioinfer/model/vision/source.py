@@ -82,19 +82,27 @@ class TowerSource:
         return Norm(weight + 1 if stored == "offset" else weight, eps)
 
     def support(
-        self, longest: int, *, token_id: int | None = None, deep: int = 0, **facts: bool
+        self,
+        longest: int,
+        *,
+        token_id: int | None = None,
+        filler_id: int | None = None,
+        deep: int = 0,
+        **facts: bool,
     ) -> ImageSupport:
         """The facts about the encoder.
 
         Args:
             longest: positions of the longest unit.
             token_id: of images; None: the config's.
+            filler_id: of what the text model gets there; None: the same.
             deep: number of the layers of the text model behind which features are added.
             facts: the other fields of :class:`~aioinfer.images.support.ImageSupport`.
         """
         hidden = self.config.get_text_config().hidden_size
         return ImageSupport(
             token_id=self.config.image_token_id if token_id is None else token_id,
+            filler_id=filler_id,
             position_bytes=(1 + deep) * hidden * self.weights.dtype.itemsize,
             longest=longest,
             **facts,
@@ -112,6 +120,10 @@ class VisionFamily(Protocol):
 
     def unsupported_reason(self, config: Any) -> str | None:
         """The feature of a config that the encoder does not support, in words; None if there is none."""
+
+    def two_way(self, config: Any) -> bool:
+        """Whether the positions of a unit see each other both ways."""
+        return False
 
     def inner_sizes(self, config: Any) -> list[int]:
         """Inner dimensions of its matrix products, but for the patch embedding."""

@@ -25,7 +25,7 @@ from aioinfer.model.operations.torch_operations import normed
 
 __all__ = [
     *("Block", "ExactGelu", "Pixels", "Rotation", "Tower", "TowerAttention", "TowerState"),
-    *("merged_patches", "rotated", "unfolded"),
+    *("averaged_patches", "merged_patches", "rotated", "unfolded"),
 ]
 
 #: the arrays of a unit, by their names
@@ -160,6 +160,14 @@ def merged_patches(hidden: torch.Tensor, grid: tuple[int, int], factor: int) -> 
     rows, columns = grid[0] // factor, grid[1] // factor
     parts = hidden.view(rows, factor, columns, factor, -1).permute(0, 2, 1, 3, 4)
     return parts.reshape(rows * columns, -1)
+
+
+def averaged_patches(hidden: torch.Tensor, grid: tuple[int, int], factor: int) -> torch.Tensor:
+    """The averages of squares of ``factor`` by ``factor`` patches, [patches / factor**2, width], row by
+    row."""
+    rows, columns = grid[0] // factor, grid[1] // factor
+    parts = hidden.view(rows, factor, columns, factor, -1).float()
+    return parts.mean((1, 3)).flatten(0, 1).to(hidden.dtype)
 
 
 def rotated(values: torch.Tensor, rotation: Rotation) -> torch.Tensor:
