@@ -46,13 +46,13 @@ def qwen(path: Path, family: str = "Qwen3VL", **config: Any) -> Any:
     tokenizer = write_tokenizer(path, _TOKENS, IMAGE)
     write_processor(path, _SETTINGS, {"processor_class": "Qwen3VLProcessor"})
     of = tokenizer.convert_tokens_to_ids
-    vision = {
+    vision: dict[str, Any] = {
         "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
         "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 49,
     }  # fmt: skip
     if family.startswith("Qwen3VL"):
         vision["deepstack_visual_indexes"] = [0, 1]
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
     if family.startswith("Qwen3_5"):
         rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
     text = {**TEXT, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": len(tokenizer)}
