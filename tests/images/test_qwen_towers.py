@@ -17,6 +17,7 @@ from tests.images.qwen_models import FAMILIES, IMAGE, qwen, whole_inputs
 from tests.images.test_qwen_prompts import processor_of, source
 from tests.model import harness
 from tests.model.harness import require
+from tests.tiers import SECONDS, rest
 
 SIZES = [(40, 20), (17, 64), (32, 32), (200, 100), (1, 1), (190, 1)]
 
@@ -33,6 +34,7 @@ def encoded(encoder: Encoder, pixels: Any) -> torch.Tensor:
         return encoder.end(state)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_are_those_of_transformers(tmp_path: Path, family: str, kernels: Any) -> None:
@@ -120,6 +122,7 @@ ASKED = [
 TOKENS = 6
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_with_images_go_on_as_those_of_transformers(

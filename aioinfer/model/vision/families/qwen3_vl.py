@@ -8,7 +8,7 @@ arXiv 2406.04334). The patches of a square are beside each other from the beginn
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
@@ -42,7 +42,7 @@ class Qwen3VL(VisionFamily):
         if "mrope_section" not in (text.rope_parameters or {}):
             return "no mrope_section"
         behind = _deep(vision)
-        if sorted({*behind}) != behind or len(behind) > text.num_hidden_layers:
+        if sorted({*behind} & {*range(vision.depth)}) != behind or len(behind) > text.num_hidden_layers:
             return f"features behind layers {behind} of its encoder"
         return None
 
@@ -60,23 +60,31 @@ def _deep(vision: Any) -> list[int]:
     return list(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
+@dataclass(frozen=True, slots=True)
 class _Merger:
-    """From patches to vectors of the text model; ``whole``: a square is normed as one vector."""
+    """From patches to vectors of the text model."""
 
-    def __init__(self, source: TowerSource, name: str, *, whole: bool) -> None:
+    #: patches of a square
+    square: int
+    norm: Norm
+    #: a square is normed as one vector
+    whole: bool
+    mlp: FeedForward
+
+    @classmethod
+    def of(cls, source: TowerSource, name: str, *, whole: bool) -> _Merger:
         vision = source.config.vision_config
-        width, self._square = vision.hidden_size, vision.spatial_merge_size**2
-        merged = width * self._square
-        self._whole = whole
-        self._norm: Norm = source.layer_norm(f"{name}.norm", merged if whole else width, _EPS)
+        width, square = vision.hidden_size, vision.spatial_merge_size**2
+        merged = width * square
+        norm = source.layer_norm(f"{name}.norm", merged if whole else width, _EPS)
         names, sizes = (f"{name}.linear_fc1", f"{name}.linear_fc2"), (merged, merged, vision.out_hidden_size)
-        self._mlp: FeedForward = source.mlp(names, sizes, "gelu")
+        return cls(square, norm, whole, source.mlp(names, sizes, "gelu"))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        count = len(hidden) // self._square
-        if self._whole:
-            return self._mlp(normed(hidden.view(count, -1), self._norm))
-        return self._mlp(normed(hidden, self._norm).view(count, -1))
+        count = len(hidden) // self.square
+        if self.whole:
+            return self.mlp(normed(hidden.view(count, -1), self.norm))
+        return self.mlp(normed(hidden, self.norm).view(count, -1))
 
 
 class _Qwen3VLTower(Tower):
@@ -88,17 +96,16 @@ class _Qwen3VLTower(Tower):
         self._patches = source.patch_embedding("visual.patch_embed.proj", width, *shape)
         self._positions = weights.take("visual.pos_embed.weight", (vision.num_position_embeddings, width))
         blocks = [_block(source, f"visual.blocks.{index}") for index in range(vision.depth)]
-        self._merger = _Merger(source, "visual.merger", whole=False)
-        #: by the layer behind which they are
-        self._deep = {
-            index: _Merger(source, f"visual.deepstack_merger_list.{number}", whole=True)
-            for number, index in enumerate(_deep(vision))
-        }
+        self._merger = _Merger.of(source, "visual.merger", whole=False)
+        #: by layer
+        self._deep: list[_Merger | None] = [None] * vision.depth
+        for number, index in enumerate(_deep(vision)):
+            self._deep[index] = _Merger.of(source, f"visual.deepstack_merger_list.{number}", whole=True)
         half = width // vision.num_heads // 2
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
         self._frequencies = 1.0 / vision.rope_parameters["rope_theta"] ** exponents
         longest = min(_LONGEST, source.config.get_text_config().max_position_embeddings)
-        super().__init__(blocks, source.support(longest, deep=len(self._deep), m_rope=True))
+        super().__init__(blocks, source.support(longest, deep=len(_deep(vision)), m_rope=True))
 
     def begin(self, pixels: Pixels) -> TowerState:
         """``pixels``: "pixel_values" float32 [patches, channels * times * size * size], the patches of a
@@ -112,7 +119,7 @@ class _Qwen3VLTower(Tower):
 
     def layer(self, index: int, state: TowerState) -> TowerState:
         state = super().layer(index, state)
-        merger = self._deep.get(index)
+        merger = self._deep[index]
         return state if merger is None else replace(state, deep=(*state.deep, merger(state.hidden)))
 
     def end(self, state: TowerState) -> torch.Tensor:
