@@ -62,6 +62,17 @@ def patches(size: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, 
     return arrays, {name: tensor[None] for name, tensor in given.items()}
 
 
+def qwen(grid: tuple[int, int], rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An image of Qwen3-VL or Qwen3.5."""
+    rows, columns = grid
+    pixels = rng.standard_normal((rows * columns, 48), dtype=np.float32)
+    return {"pixel_values": pixels, "grid": np.array(grid)}, {
+        "pixel_values": torch.from_numpy(pixels),
+        "image_grid_thw": torch.tensor([[1, rows, columns]]),
+    }
+
+
+_QWEN = TowerCase(qwen, ((4, 4), (2, 14), (10, 6), (2, 2)))
 #: by the names of models
 TOWERS = {
     "smolvlm": TowerCase(listed_tile, ((16, 16), (24, 24), (40, 40))),
@@ -71,6 +82,10 @@ TOWERS = {
     "gemma4-deaf": TowerCase(patches, ((1, 1), (3, 3), (2, 4), (5, 1))),
     "internvl-rms": TowerCase(tile, ((24, 24),)),
     "lfm2-vl": TowerCase(naflex, ((4, 4), (2, 14), (10, 6))),
+    "qwen3-vl": _QWEN,
+    "qwen3-vl-moe": _QWEN,
+    "qwen3.5-vl": _QWEN,
+    "qwen3.5-vl-moe": _QWEN,
 }
 
 
@@ -80,7 +95,8 @@ def oracle_features(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
         found = model.model.get_image_features(**arguments, return_dict=True)
     pooled = found.pooler_output
     main = torch.cat([*pooled]) if isinstance(pooled, (list, tuple)) else pooled.flatten(0, -2)
-    return torch.stack([main, *(getattr(found, "deepstack_features", None) or ())])
+    deep = getattr(found, "deepstack_features", None) or ()
+    return torch.stack([main, *(torch.cat(each) for each in deep)])
 
 
 def features(encoder: Any, pixels: dict[str, Any]) -> torch.Tensor:

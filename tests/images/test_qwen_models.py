@@ -1,4 +1,4 @@
-"""The image encoders of Qwen3-VL and Qwen3.5 give the features of transformers, and models their logits."""
+"""Prompts with images go on in Qwen3-VL and Qwen3.5 as transformers has them."""
 
 from __future__ import annotations
 
@@ -15,44 +15,10 @@ from aioinfer.model.vision.base import Encoder, Features
 from tests.images.checkpoints import picture
 from tests.images.qwen_models import FAMILIES, IMAGE, qwen, whole_inputs
 from tests.images.test_qwen_prompts import processor_of, source
+from tests.images.towers import features
 from tests.model import harness
-from tests.model.harness import require
+from tests.model.harness import load, require
 from tests.tiers import SECONDS, rest
-
-SIZES = [(40, 20), (17, 64), (32, 32), (200, 100), (1, 1), (190, 1)]
-
-
-def load(path: Path, kernels: Any, **options: Any) -> Any:
-    return harness.load(path, kernels=kernels, **options)
-
-
-def encoded(encoder: Encoder, pixels: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        state = encoder.begin(pixels)
-        for index in range(encoder.depth):
-            state = encoder.layer(index, state)
-        return encoder.end(state)
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("kernels", ["sdpa", "native"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_features_are_those_of_transformers(tmp_path: Path, family: str, kernels: Any) -> None:
-    require(kernels)
-    oracle = qwen(tmp_path, family)
-    model, ours = load(tmp_path, kernels), processor_of(tmp_path)
-    assert (model.spec.images.token_id, model.spec.images.m_rope) == (ours.token_id, True)
-    inputs = whole_inputs(tmp_path, IMAGE * len(SIZES), [picture(*size) for size in SIZES])
-    with torch.inference_mode():
-        expected = oracle.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
-    deep = getattr(expected, "deepstack_features", None) or []
-    assert len(deep) == (2 if family.startswith("Qwen3VL") else 0)
-    for number, size in enumerate(SIZES):
-        (unit,) = ours.process(source(picture(*size))).parts.units
-        wanted = torch.stack([each[number] for each in (expected.pooler_output, *deep)])
-        found = encoded(model.encoder, unit.pixels)
-        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
-        assert model.spec.images.position_bytes == found[:, 0].numel() * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +42,16 @@ class Prompt:
         if prompt.rotary is None:
             return cls(ids)
         places = [place for unit in prompt.units for place in range(unit.start, unit.stop)]
-        vectors = torch.cat([encoded(encoder, unit.pixels) for unit in prompt.units], dim=1)
+        vectors = torch.cat([features(encoder, dict(unit.pixels)) for unit in prompt.units], dim=1)
         return cls(ids, torch.from_numpy(prompt.rotary).long(), prompt.delta, places, vectors)
 
     def turned(self, start: int, count: int) -> torch.Tensor:
         """[3, count] from a position on."""
-        positions = (torch.arange(start, start + count) + self.delta).expand(3, -1)
-        if self.rotary is None:
-            return positions
-        return torch.cat((self.rotary[:, start : start + count], positions), dim=1)[:, :count].where(
-            torch.arange(start, start + count) < self.rotary.shape[1], positions
-        )
+        positions = (torch.arange(start, start + count) + self.delta).repeat(3, 1)
+        if self.rotary is not None:
+            known = self.rotary[:, start : start + count]
+            positions[:, : known.shape[1]] = known
+        return positions
 
 
 class Driver(harness.Driver):
@@ -130,7 +95,7 @@ def test_prompts_with_images_go_on_as_those_of_transformers(
 ) -> None:
     require(kernels)
     oracle = qwen(tmp_path, family)
-    model = load(tmp_path, kernels)
+    model = load(tmp_path, kernels=kernels)
     prompts = [Prompt.of(tmp_path, model.encoder, *asked) for asked in ASKED]
     expected = [_greedy(oracle, tmp_path, *asked) for asked in ASKED]
     for chunk, gap in ((7, 2), (512, 0)):
@@ -146,25 +111,12 @@ def test_prompts_with_images_go_on_as_those_of_transformers(
 def test_a_text_beside_images_keeps_its_bits(tmp_path: Path) -> None:
     require("native")
     qwen(tmp_path)
-    model = load(tmp_path, "native")
+    model = load(tmp_path, kernels="native")
     prompts = [Prompt.of(tmp_path, model.encoder, *asked) for asked in ASKED]
     alone = Driver(model, chunk=9, kernels="native").see(prompts[-1:], TOKENS)[0]
     beside = Driver(model, chunk=9, kernels="native").see(prompts, TOKENS)[-1]
     assert beside.ids == alone.ids
     assert all(torch.equal(beside.logits[at], alone.logits[at]) for at in alone.logits)
-
-
-def test_an_encoder_that_was_put_off_gives_the_same_bits(tmp_path: Path) -> None:
-    """Its state is a value: units in turns do not meet."""
-    qwen(tmp_path)
-    encoder = load(tmp_path, "sdpa").encoder
-    units = [processor_of(tmp_path).process(source(picture(*size))).parts.units[0] for size in SIZES[:2]]
-    alone = [encoded(encoder, unit.pixels) for unit in units]
-    with torch.inference_mode():
-        states = [encoder.begin(unit.pixels) for unit in units]
-        for index in range(encoder.depth):
-            states = [encoder.layer(index, state) for state in states]
-        assert all(torch.equal(encoder.end(each), one) for each, one in zip(states, alone, strict=True))
 
 
 def _greedy(
