@@ -1,0 +1,187 @@
+"""Requests with images: through chats, checkpoints, forks, sessions and dispatchers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioinfer import Engine, EngineConfig, SamplingParams, StreamCheckpoint
+from aioinfer.errors import InvalidRequest
+from aioinfer.parallel import Dispatcher
+from aioinfer.testing import FakeEngine
+from tests.images.checkpoints import picture, smolvlm
+from tests.tiers import PROGRAM, SECONDS, rest
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+LONGER = PARAMS.changed(max_tokens=64)
+ONE, OTHER = picture(96, 60), picture(40, 80, 1)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("smolvlm")
+    smolvlm(found)
+    return found
+
+
+@pytest.fixture
+async def engine(path: Path) -> AsyncIterator[Engine]:
+    async with Engine(EngineConfig(model=str(path), dtype="float32", max_images=3)) as found:
+        yield found
+
+
+def image(value: Any) -> dict[str, Any]:
+    return {"type": "image", "image": value}
+
+
+def asked(*parts: Any) -> list[dict[str, Any]]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else image(part) for part in parts]
+    return [{"role": "user", "content": content}]
+
+
+async def test_callers_see_ids_of_the_vocabulary(engine: Engine) -> None:
+    seen: list[int] = []
+
+    def processor(ids: Any, logits: Any) -> None:
+        seen.extend(ids.tolist())
+
+    messages = asked(ONE, "what", OTHER)
+    params = PARAMS.changed(
+        logits_processors=[processor], repetition_penalty=1.1, prompt_logprobs=0, bad_words=["x"]
+    )
+    result = await engine.generate(messages, params)
+    ids = list(result.prompt_token_ids)
+    assert ids == await engine.tokenize(messages)
+    assert min(ids) >= 0
+    assert min(seen) >= 0
+    assert seen[: len(ids)] == ids
+    assert result.prompt_logprobs is not None
+    assert [each.token_id for each in result.prompt_logprobs[1:] if each is not None] == ids[1:]
+
+
+@rest(SECONDS)
+async def test_the_same_image_is_cached_and_another_is_not(engine: Engine) -> None:
+    first = await engine.generate(asked(ONE, "what"), PARAMS)
+    again = await engine.generate(asked(ONE, "what"), PARAMS)
+    pixels = np.asarray(ONE).copy()
+    pixels[59, 95, 2] ^= 1
+    other = await engine.generate(asked(pixels, "what"), PARAMS)
+    assert again.token_ids == first.token_ids
+    assert first.usage.cached_tokens == 0
+    assert again.usage.cached_tokens > 100
+    assert other.usage.cached_tokens < 16
+    assert other.prompt_token_ids == first.prompt_token_ids
+
+
+@rest(SECONDS)
+async def test_a_checkpoint_and_forks_have_the_images(engine: Engine) -> None:
+    messages = asked(ONE, "what", OTHER)
+    whole = await engine.generate(messages, LONGER)
+    stream = engine.generate(messages, LONGER)
+    async for _ in stream:
+        break
+    record, branches = stream.checkpoint().to_json(), stream.fork(2)
+    stream.close()
+    forks = await asyncio.gather(*branches)
+    engine.flush_cache()
+    restored = await engine.restore(StreamCheckpoint.from_json(record))
+    for each in (*forks, restored):
+        assert each.token_ids == whole.token_ids
+        assert each.prompt_token_ids == whole.prompt_token_ids
+    for broken in (
+        record.replace('"images":[', '"images":[null,'),
+        record.replace('"size":[96', '"size":[95'),
+    ):
+        with pytest.raises(InvalidRequest):
+            await engine.restore(StreamCheckpoint.from_json(broken))
+
+
+@rest(SECONDS)
+async def test_a_session_keeps_its_images(engine: Engine, tmp_path: Path) -> None:
+    async with engine.session() as session:
+        await session.chat(asked(ONE, "what"), PARAMS)
+        second = await session.chat("and now?", PARAMS)
+        assert second.usage.cached_tokens > 100
+        assert min(session.token_ids) >= 0
+        messages = session.messages
+        await session.save(tmp_path / "session")
+        expected = await session.chat(asked(OTHER, "this"), PARAMS)
+        with pytest.raises(InvalidRequest, match="has images"):
+            await session.move("0")
+    engine.flush_cache()
+    loaded = await engine.load_session(tmp_path / "session")
+    assert loaded.messages == messages
+    found = await loaded.chat(asked(OTHER, "this"), PARAMS)
+    assert (found.content, found.result.prompt_token_ids) == (
+        expected.content,
+        expected.result.prompt_token_ids,
+    )
+
+
+@rest(SECONDS)
+async def test_a_text_session_that_began_with_images_says_so(engine: Engine) -> None:
+    async with engine.session() as session:
+        await session.generate(asked(ONE, "what"), PARAMS)
+        with pytest.raises(InvalidRequest, match="has images"):
+            session.generate("more", PARAMS)
+
+
+async def test_refusals_name_the_part(engine: Engine) -> None:
+    async def refused(messages: Any) -> InvalidRequest:
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.chat(messages, PARAMS)
+        return caught.value
+
+    assert (await refused(asked("a", b"no image"))).field == "messages[0].content[1]"
+    assert (await refused(asked("a", "b", 7))).field == "messages[0].content[2]"
+    assert "max_images" in str(await refused(asked(ONE, ONE, ONE, ONE)))
+    assert (await refused(asked(ONE, "an <image>"))).field == "messages[0].content"
+    # What a body can have is never a path.
+    assert (await refused([{"role": "user", "content": [{"type": "image", "url": "x"}]}])).field.startswith(
+        "messages[0].content[0]"
+    )
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens"):
+        engine.prompt(asked(ONE), truncate_prompt_tokens=9)
+    assert (await engine.chat(asked(ONE), PARAMS)).usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize("settings", [{"images": False}, {"model": "tiny-chat"}])
+@rest(SECONDS)
+async def test_a_model_without_an_encoder_refuses_before_queueing(path: Path, settings: Any) -> None:
+    async with Engine(EngineConfig(**{"model": str(path), "dtype": "float32", **settings})) as engine:
+        for call in (engine.generate, engine.chat, engine.prompt):
+            with pytest.raises(InvalidRequest, match="reads no images") as caught:
+                call(asked("a", ONE))
+            assert caught.value.field == "messages[0].content[1]"
+        assert engine.stats().waiting == 0
+
+
+async def test_a_scripted_engine_refuses_them() -> None:
+    async with FakeEngine() as engine:
+        with pytest.raises(InvalidRequest, match="reads no images"):
+            await engine.chat(asked(ONE))
+
+
+@rest(PROGRAM)
+@pytest.mark.parametrize("processes", [0, 1])
+async def test_replicas_compute_what_one_engine_does(path: Path, engine: Engine, processes: int) -> None:
+    messages = asked(ONE, "what", OTHER)
+    expected = await engine.generate(messages, LONGER)
+    config = EngineConfig(model=str(path), dtype="float32")
+    engines = [] if processes else [Engine(config), Engine(config)]
+    async with Dispatcher(engines, config=config if processes else None, processes=processes) as dispatcher:
+        results = await asyncio.gather(*(dispatcher.generate(messages, LONGER) for _ in range(3)))
+        stream = dispatcher.generate(messages, LONGER)
+        async for _ in stream:
+            break
+        checkpoint = stream.checkpoint()
+        stream.close()
+        results.append(await dispatcher.restore(checkpoint))
+    for result in results:
+        assert result.token_ids == expected.token_ids
+        assert result.prompt_token_ids == expected.prompt_token_ids
