@@ -14,18 +14,20 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "decoded"]
 
-#: those that are decoded; of a file with several pictures the first one is
+#: those that are decoded
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 #: begins a scan of a JPEG file; each is decoded over all of its pixels
 _SCAN = b"\xff\xda"
 _MAX_SCANS = 100
+#: What several pictures in a file are in time. Cameras put further ones, such as a preview, into JPEG files.
+_MOVING = frozenset({"GIF", "PNG", "WEBP"})
 
 
 def decoded(source: ImageSource, limits: ImageLimits, field: str) -> Image:
     """An image of mode RGB. Blocks.
 
-    Of an animation it is the first picture. Nothing but the head of a file is read before its size is known.
-    Raises InvalidRequest, by the name ``field``: it is damaged, no image of ``FORMATS``, or too large.
+    Nothing but the head of a file is read before its size is known. Raises InvalidRequest, by the name
+    ``field``: it is damaged, no image of ``FORMATS``, animated, or too large.
     """
     images = pillow(field)
     if source.size is not None:
@@ -38,6 +40,8 @@ def decoded(source: ImageSource, limits: ImageLimits, field: str) -> Image:
             limits.check_size(image.size, field)
             if image.format == "JPEG" and source.data.count(_SCAN) > _MAX_SCANS:
                 raise InvalidRequest(field, f"the image has more than {_MAX_SCANS} scans")
+            if image.format in _MOVING and getattr(image, "n_frames", 1) > 1:
+                raise InvalidRequest(field, "the image is animated: give one picture of it")
             return upright(image)
     except InvalidRequest:
         raise

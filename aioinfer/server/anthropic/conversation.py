@@ -138,7 +138,8 @@ class Conversation:
             before = _parts(last["content"])
             last["content"] = [*before, *self._parts(said, "\n\n", len(before))]
         else:
-            self._add(role, "", field)["content"] = _plain(self._parts(said))
+            message = self._add(role, "", field)
+            message["content"] = _plain(self._parts(said))
 
     def _parts(self, said: list[tuple[str, Any]], begin: str = "", before: int = 0) -> list[dict[str, Any]]:
         """Blocks, by where they come from, as the parts of the last message that come behind ``before``

@@ -43,6 +43,8 @@ def is_public(address: str) -> bool:
             within = IPv4Address(int(found) & 0xFFFFFFFF)
         if within is not None:
             return is_public(str(within))
+        if found.is_site_local:
+            return False
     return found.is_global and not found.is_multicast and not found.is_reserved
 
 

@@ -248,6 +248,8 @@ def chat_call(
         asked = ask(served.chat, messages, call.params, variables, call.names, **chat)
     except InvalidRequest as refused:
         raise renamed(refused, names) from None
+    # Those that the chat had from here are fields of the body already.
+    found = {name: source for name, source in asked.names.items() if names.get(name) != source}
     return replace(
         call,
         prompts=[asked.messages],
@@ -255,7 +257,7 @@ def chat_call(
         answer=asked.answer,
         asked=asked,
         chat_template_kwargs=asked.template_kwargs,
-        names={**names, **{name: renamed_field(source, names) for name, source in asked.names.items()}},
+        names={**names, **{name: renamed_field(source, names) for name, source in found.items()}},
     )
 
 
