@@ -83,6 +83,29 @@ def test_the_parameters_of_the_encoder_count(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOWERS)
+def test_the_memory_of_the_encoder_is_claimed(tmp_path: Path, name: str) -> None:
+    oracle, sizes = make_wrapper(name, tmp_path), list[int]()
+    for images in (True, False):
+        load(tmp_path, None, sizes.append, kernels="sdpa", images=images)
+    count = sum(each.numel() for key, each in oracle.named_parameters() if is_vision(key))
+    with_images, without = sizes
+    assert with_images - without == 4 * count
+
+
+def test_packed_weights_of_the_encoder_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require("native")
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model"
+    make_wrapper("smolvlm", path)
+    expected = load(path, kernels="native").encoder
+    for mapped in (False, True):
+        model = load(path, kernels="native", cache_weights=True)
+        assert ("were cached" in model.spec.layer_reason) != mapped
+        for pixels, _ in units("smolvlm"):
+            assert torch.equal(features(model.encoder, pixels), features(expected, pixels))
+
+
+@pytest.mark.parametrize("name", TOWERS)
 def test_random_weights_make_an_encoder_too(tmp_path: Path, name: str, kernels: str) -> None:
     make_wrapper(name, tmp_path)
     (tmp_path / "model.safetensors").unlink()
