@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from aioinfer.errors import ConfigError
 from aioinfer.images.formats.base import FormatFacts, ImageParts, UnitPixels, pil_processor
@@ -53,6 +54,9 @@ class Gemma4:
         columns, rows = (int(last) + 1 for last in found["image_position_ids"][0][:patches].max(0))
         if rows % self._square or columns % self._square or rows * columns != patches:
             raise ValueError(f"{columns} x {rows} patches are not squares of {self._square}")
-        arrays = {"patches": pixels, "grid": np.array([rows, columns], np.int64)}
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "patches": pixels,
+            "grid": np.array([rows, columns], np.int64),
+        }
         text = f"{self._begin}{self.placeholder * length}{self._end}"
         return ImageParts(text, (UnitPixels(length, patches, arrays),))

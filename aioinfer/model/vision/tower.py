@@ -8,7 +8,7 @@ all patches of the unit, which is alone: its bits depend on nothing else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,12 +24,14 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import normed
 
 __all__ = [
-    *("Block", "ExactGelu", "Pixels", "Rotation", "Tower", "TowerAttention", "TowerState"),
+    *("Block", "ExactGelu", "Pixels", "Product", "Rotation", "Tower", "TowerAttention", "TowerState"),
     *("averaged_patches", "merged_patches", "rotated", "unfolded"),
 ]
 
 #: the arrays of a unit, by their names
 Pixels = Mapping[str, npt.NDArray[np.generic]]
+#: a linear layer, clipped or not
+Product = Callable[[torch.Tensor], torch.Tensor]
 #: cos and sin, [patches, groups, n] each: each group of ``2 * n`` dimensions of a head is rotated by itself,
 #: element i of its first half with element i of the second
 Rotation = tuple[torch.Tensor, torch.Tensor]
@@ -54,8 +56,8 @@ class TowerAttention:
     """Self-attention of all patches."""
 
     #: to [patches, 3 * heads * head_dim]: queries, keys and values
-    qkv: Linear
-    out: Linear
+    qkv: Product
+    out: Product
     heads: int
     scale: float
     query_norm: Norm | None = None

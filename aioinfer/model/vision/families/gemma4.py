@@ -23,6 +23,7 @@ from aioinfer.model.vision.source import TowerSource, VisionFamily
 from aioinfer.model.vision.tower import (
     Block,
     Pixels,
+    Product,
     Rotation,
     Tower,
     TowerAttention,
@@ -80,7 +81,7 @@ class _Clipped:
 class _SideBySide:
     """Linear layers of the same inputs."""
 
-    parts: Sequence[Linear]
+    parts: Sequence[Product]
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(values) for part in self.parts], dim=-1)
@@ -88,9 +89,9 @@ class _SideBySide:
 
 @dataclass(frozen=True, slots=True)
 class _ClippedMLP:
-    gate: Linear
-    up: Linear
-    down: Linear
+    gate: Product
+    up: Product
+    down: Product
     function: Gate
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -187,15 +188,15 @@ def _mlp(source: TowerSource, name: str) -> FeedForward:
     function = CONFIG_GATES[vision.hidden_activation]
     gate, up, down = (f"{name}.{part}_proj" for part in ("gate", "up", "down"))
     if vision.use_clipped_linears:
-        into = (_linear(source, [each], middle, width) for each in (gate, up))
-        return _ClippedMLP(*into, _linear(source, [down], width, middle), function)
+        gates, ups = (_linear(source, [each], middle, width) for each in (gate, up))
+        return _ClippedMLP(gates, ups, _linear(source, [down], width, middle), function)
     both = StoredMatrix(weights, [f"{gate}.linear", f"{up}.linear"], [middle] * 2, width, bias=False)
     return source.kernels.gated_mlp(
         both, StoredMatrix(weights, [f"{down}.linear"], [width], middle, bias=False), function
     )
 
 
-def _linear(source: TowerSource, names: Sequence[str], outputs: int, inputs: int) -> Linear:
+def _linear(source: TowerSource, names: Sequence[str], outputs: int, inputs: int) -> Product:
     """Linear layers of ``outputs`` each as one."""
     if not source.config.vision_config.use_clipped_linears:
         return source.linear([f"{name}.linear" for name in names], [outputs] * len(names), inputs, bias=False)
