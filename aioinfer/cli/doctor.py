@@ -105,7 +105,13 @@ def _plan(config: EngineConfig) -> list[Finding]:
     """Findings on what an engine would run. Raises ConfigError."""
     from aioinfer.execution.cuda_device import pick_device
     from aioinfer.model.inspection import LoadOptions, inspect_model
-    from aioinfer.model.kernels import check_kv_dtype, choose_attention, choose_experts, choose_layers
+    from aioinfer.model.kernels import (
+        check_kv_dtype,
+        choose_attention,
+        choose_experts,
+        choose_layers,
+        one_way,
+    )
     from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
     device = pick_device(config.device)
@@ -150,7 +156,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         *_weights(config, model, layers, backend),
         *_needed(config, model, options, layers),
         *_diffusion(config, model),
-        *_images(model),
+        *_images(model, one_way(attention) if model.two_way else ""),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),
         Finding("operations", operations),
@@ -181,9 +187,9 @@ def _diffusion(config: EngineConfig, model: ModelInfo) -> list[Finding]:
     return [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
 
 
-def _images(model: ModelInfo) -> list[Finding]:
-    if model.blind_reason:
-        return [Finding("images", f"are not read: {model.blind_reason}")]
+def _images(model: ModelInfo, one_way: str) -> list[Finding]:
+    if reason := model.blind_reason or one_way:
+        return [Finding("images", f"are not read: {reason}")]
     return [Finding("images", "are read by its own encoder")] if model.images else []
 
 

@@ -194,6 +194,8 @@ class ModelInfo:
     #: it reads images; and the reason why a multimodal model does not
     images: bool
     blind_reason: str
+    #: the positions of an image see each other both ways
+    two_way: bool
 
 
 @blaming_the_config
@@ -221,6 +223,7 @@ def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
         blocks=opened.blocks,
         images=opened.vision is not None,
         blind_reason=opened.blind_reason,
+        two_way=opened.vision is not None and opened.vision.two_way,
     )
 
 

@@ -33,7 +33,7 @@ __all__ = [
     *("AttentionBackend", "KVDtype", "MoEBackend"),
     *("check_cache_weights", "check_float8", "check_kv_dtype", "check_quantization", "choose_attention"),
     *("choose_experts", "choose_layers", "make_adapters", "make_attention", "make_experts", "make_layers"),
-    *("make_operations", "make_router", "why_variant"),
+    *("make_operations", "make_router", "one_way", "why_variant"),
 ]
 
 #: values of the option ``attention_backend``
@@ -86,6 +86,13 @@ def choose_attention(
         _ATTENTION.get(device.type, ("sdpa",)),
         device,
     )
+
+
+def one_way(attention: Backend) -> str:
+    """Reason why the positions of an image cannot see each other both ways; empty if they can."""
+    if attention.name in ("native", "sdpa"):
+        return ""
+    return f"attention by {attention.name} cannot see them both ways (attention_backend sdpa can)"
 
 
 def choose_layers(attention: Backend, sizes: Sequence[int]) -> Backend:

@@ -30,6 +30,7 @@ from aioinfer.model.kernels import (
     choose_experts,
     choose_layers,
     make_layers,
+    one_way,
 )
 from aioinfer.model.multimodal import TextPart
 from aioinfer.model.sizes import weight_bytes
@@ -44,8 +45,6 @@ from aioinfer.model.weights_cache import Blobs, WeightsCache
 __all__ = ["load_model"]
 
 #: reasons why weights cannot be replaced
-#: backends of attention with spans that attend both ways
-_TWO_WAY = frozenset({"native", "sdpa"})
 _HEADLESS = "weights: those of a model without the head of a language model are not replaced"
 _CACHED = "cache_weights: packed weights are mapped from a file, and other engines have it mapped, too"
 
@@ -129,8 +128,7 @@ class _Own:
         canvas = opened.blocks is not None and opened.blocks.canvas
         heads = head_dims(config, family)
         self.attention = choose_attention(device, heads, dtype, options.kernels, progress, canvas=canvas)
-        if opened.vision is not None and opened.vision.two_way and self.attention.name not in _TWO_WAY:
-            reason = f"attention by {self.attention.name} cannot see images both ways; sdpa can"
+        if opened.vision is not None and opened.vision.two_way and (reason := one_way(self.attention)):
             self.opened = replace(opened, vision=None, blind_reason=reason)
         self.layers = choose_layers(self.attention, family.inner_sizes(config))
         shape, native = expert_shape(family, config), self.layers.name == "native"

@@ -15,6 +15,7 @@ from aioinfer.images.prompt import PromptImages
 from aioinfer.model.vision.base import Features
 from tests.images.gemma import gemma3, gemma4
 from tests.images.test_prompts import processor_of, source
+from tests.images.test_towers import said
 from tests.images.towers import features
 from tests.model.harness import attention_for, build_batch, fill, load, require
 from tests.model.kernels import kernels_or_skip
@@ -124,4 +125,8 @@ def test_attention_that_cannot_see_both_ways_leaves_images_out(tmp_path: Path) -
     gemma3(tmp_path / "both ways")
     gemma4(tmp_path / "one way")
     assert load(tmp_path / "both ways", kernels="triton").spec.images is None
+    assert "attention by triton cannot see them" in str(
+        said(tmp_path / "both ways", attention_backend="triton")
+    )
     assert load(tmp_path / "one way", kernels="triton").spec.images is not None
+    assert said(tmp_path / "one way", attention_backend="triton") == "are read by its own encoder"
