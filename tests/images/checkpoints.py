@@ -108,7 +108,7 @@ def smolvlm(
         "image_size": 32, "patch_size": 4,
     }  # fmt: skip
     fields = {"scale_factor": 2, "image_token_id": tokenizer.convert_tokens_to_ids("<image>"), **config}
-    text = {**TEXT, "model_type": "llama", "vocab_size": len(tokenizer)}
+    text = {**TEXT, "model_type": "llama", "head_dim": 16, "vocab_size": len(tokenizer)}
     return write_model(path, family, text_config=text, vision_config=vision, **fields)
 
 
