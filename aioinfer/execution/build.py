@@ -155,9 +155,11 @@ def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Engin
     """The config as the recurrent states of a loaded model need it, see
     :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory, and ConfigError: an image that is never
     cut does not fit a step."""
-    if spec.images is not None and spec.images.two_way and spec.images.longest > config.step_tokens:
-        longest = spec.images.longest
-        raise ConfigError(f"max_step_tokens must be at least {longest}, the positions of an image")
+    if spec.images is not None and spec.images.two_way:
+        least = spec.images.longest + config.running_requests
+        if config.step_tokens < least:
+            told = f"{least}, the positions of an image and a token of every running request"
+            raise ConfigError(f"max_step_tokens must be at least {told}")
     if not spec.states:
         return config
     if device.type == "cuda":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
@@ -66,6 +67,14 @@ class StepBudget:
     def untouched(self) -> bool:
         """No prefill chunk was paid for."""
         return self._untouched
+
+    @property
+    def most_whole(self) -> int:
+        """Tokens that the next chunk may have, if it cannot be cut: as the first one all that the step has
+        left, and alone in it any number."""
+        if not self._untouched:
+            return 0
+        return self.tokens if self.generates else sys.maxsize
 
     def room(self, start: int = 0) -> int:
         """Tokens that the next prefill chunk may have, from position ``start`` on."""

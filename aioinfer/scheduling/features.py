@@ -22,6 +22,7 @@ from aioinfer.scheduling.step import EncodeWork, Encoding, RowFeatures
 if TYPE_CHECKING:
     from aioinfer.images.prompt import ImageUnit
     from aioinfer.scheduling.sequence import Sequence
+    from aioinfer.scheduling.step import Step
 
 __all__ = ["FeatureCache"]
 
@@ -49,7 +50,7 @@ class FeatureCache:
     """The features of one device, as the loop knows them. A part of
     :class:`~aioinfer.scheduling.memory.Memory`."""
 
-    __slots__ = ("_dropped", "_entries", "_next", "_step_patches", "_wanted", "capacity", "encoded",
+    __slots__ = ("_dropped", "_entries", "_lost", "_next", "_step_patches", "_wanted", "capacity", "encoded",
                  "positions", "two_way")  # fmt: skip
 
     def __init__(self, capacity: int, step_patches: int, *, two_way: bool = False) -> None:
@@ -69,6 +70,8 @@ class FeatureCache:
         self.positions = 0
         self._next = 1
         self._dropped: list[int] = []
+        #: numbers that steps of the encoder which failed were to make
+        self._lost: set[int] = set()
         #: by the keys of requests whose next chunk stopped in front of a unit: the first such unit, and where
         #: the chunk would have ended
         self._wanted: OrderedDict[int, tuple[Sequence, int, int]] = OrderedDict()
@@ -89,14 +92,15 @@ class FeatureCache:
             self._pin(sequence, entry)
         return stop
 
-    def whole(self, sequence: Sequence, start: int, stop: int, *, alone: bool) -> int:
+    def whole(self, sequence: Sequence, start: int, stop: int, most: int) -> int:
         """The end of a chunk that would end at ``stop``, if units are not cut: in front of the unit or, where
-        nothing is in front of it, behind it, as long as the chunk is ``alone``."""
+        nothing is in front of it, behind it, as far as the chunk may have ``most`` positions."""
         if not self.two_way or stop <= start:
             return stop
         for _, unit in _overlapping(sequence, stop - 1, stop):
             if unit.stop > stop:
-                return unit.start if unit.start > start else unit.stop if alone else start
+                behind = unit.stop if unit.stop - start <= most else start
+                return unit.start if unit.start > start else behind
         return stop
 
     def take(self, sequence: Sequence, start: int, stop: int) -> list[RowFeatures]:
@@ -177,12 +181,20 @@ class FeatureCache:
 
     # -- failures -------------------------------------------------------------------------------
 
-    def failed(self, encoding: Encoding) -> None:
-        """A step of the encoder raised: its units are not there."""
+    def failed(self, encoding: Encoding) -> bool:
+        """A step of the encoder raised: its units are not there. Returns whether that was its own fault, and
+        not that of an earlier slice."""
         numbers = {work.number for work in encoding.works}
+        own = not numbers & self._lost
+        self._lost |= numbers
         for key in [key for key, entry in self._entries.items() if entry.number in numbers]:
             self._drop(key)
         self._dropped += [number for number in encoding.dropped if number not in self._dropped]
+        return own
+
+    def lacked(self, step: Step) -> bool:
+        """Whether a step that raised had rows whose features were never made: the fault of none of them."""
+        return any(each.number in self._lost for row in step.prefilling for each in row.features)
 
     def forget(self) -> None:
         """Other weights encode from now on; no request runs."""

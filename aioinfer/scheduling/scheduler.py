@@ -232,7 +232,7 @@ class Scheduler:
 
     def _generate(self, budget: StepBudget, starved: list[Sequence]) -> Generating:
         """A token or block for every request in the batch, as far as the step holds them."""
-        batch, most = self.queues.batch, budget.tokens
+        batch, most = self.queues.batch, max(0, budget.tokens)
         if self.config.max_decode_rows is not None:
             most = min(most, self.config.max_decode_rows * batch.unit)
         generating = batch.launch(self.queues.last_step + 1, starved, most)
@@ -353,7 +353,7 @@ class Scheduler:
             length = stop - start if budget.untouched else 0
         features = self.memory.features
         if features is not None and length and sequence.output.images is not None:
-            end = features.whole(sequence, start, start + length, alone=budget.untouched)
+            end = features.whole(sequence, start, start + length, budget.most_whole)
             length = features.stop(sequence, start, end) - start
         rows: list[Row] = []
         if length:
@@ -505,6 +505,11 @@ class Scheduler:
             return self._fail_encoding(step.encoding, error)
         queues.junk_until = queues.last_step
         alone, failed = step.num_rows == 1, []
+        features = self.memory.features
+        if features is not None and features.lacked(step):
+            for sequence in struck(step):
+                queues.start_over(sequence)
+            return []
         for sequence in struck(step):
             if alone or failed_before(sequence):
                 self.memory.distrust(sequence)
@@ -524,7 +529,10 @@ class Scheduler:
         queues = self.queues
         self.memory.resolved(step.id)
         if step.encoding is not None:
-            return self._fail_encoding(step.encoding, error)
+            sequence = step.encoding.sequence
+            again = sequence.recovery.ran_out_at == sequence.cursor.progress
+            sequence.recovery.ran_out_at = sequence.cursor.progress
+            return self._fail_encoding(step.encoding, error, once_more=not again)
         self.cap.ran_out(step, queues.last_step)
         queues.junk_until = queues.last_step
         sequences = struck(step)
@@ -540,10 +548,13 @@ class Scheduler:
             queues.start_over(sequence)
         return failed
 
-    def _fail_encoding(self, encoding: Encoding, error: BaseException) -> list[Sequence]:
-        """A step of the encoder raised: it was computing for one request, which ends. Others that have the
-        same image will see for themselves."""
+    def _fail_encoding(
+        self, encoding: Encoding, error: BaseException, *, once_more: bool = False
+    ) -> list[Sequence]:
+        """A step of the encoder raised: it was computing for one request, which ends, unless it may try
+        ``once_more``. Others that have the same image will see for themselves."""
         features, sequence = self.memory.features, encoding.sequence
         assert features is not None
-        features.failed(encoding)
-        return [sequence] if self.queues.finish(sequence, "abort", error) else []
+        if not features.failed(encoding) or once_more or not self.queues.finish(sequence, "abort", error):
+            return []
+        return [sequence]

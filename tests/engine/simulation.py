@@ -28,6 +28,7 @@ from tests.engine.worlds import (
     VOCAB,
     Claim,
     World,
+    make_seeing_world,
     make_world,
     of_prompt,
     with_branches,
@@ -68,6 +69,10 @@ async def lifetime(world: World, number: int) -> None:
     text = "".join(chr(97 + token % 26) for token in ids)
     if as_text:
         ids = ToyTokenizer(VOCAB).encode(text)
+    seen = None if world.imaging is None else world.imaging.prompt(engine)
+    if seen is not None:
+        ids, as_text = [*seen.encode()], False
+        length = len(ids)
     timeouts: dict[str, Any] = {
         "waiting_timeout": rng.choice([None, None, 0.005, 0.5]),
         "running_timeout": rng.choice([None, None, 0.01, 0.5]),
@@ -101,12 +106,13 @@ async def lifetime(world: World, number: int) -> None:
             timeouts.clear()
     options = {**timeouts, **scheduling, "request_id": name_of(params)}
     in_turns = not as_text and pooling is None and adapter is None and engine.info.block_size is None
+    in_turns = in_turns and seen is None
     try:
         if in_turns and tree is None and rng.random() < 0.2:
             stream = await through_a_session(engine, rng, ids, params, options)
         else:
             wanted = params if pooling is None else of_prompt(params)
-            given = text if as_text else ids
+            given: Any = seen or (text if as_text else ids)
             stream = engine.generate(given, wanted, adapter=adapter, pooling=pooling, **options)
     except (errors.Rejected, errors.EngineFailed) as error:
         assert isinstance(error, errors.Rejected) or world.device.lost
@@ -403,7 +409,8 @@ def main() -> None:
     """``python -m tests.engine.simulation --lifetimes 100000``: as many as one likes. With ``--diffusion``,
     of a diffusion model; with ``--constrained``, of one whose requests have grammars; with ``--stores``, of
     engines that find most of what they forget in a store; with ``--steered``, of requests with logits
-    processors; with ``--branches``, of streams that are forked, rewound and injected into."""
+    processors; with ``--branches``, of streams that are forked, rewound and injected into; with ``--images``,
+    of prompts that have some."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--lifetimes", type=int, default=100_000)
     parser.add_argument("--per-world", type=int, default=80)
@@ -413,6 +420,7 @@ def main() -> None:
     parser.add_argument("--stores", action="store_true")
     parser.add_argument("--steered", action="store_true")
     parser.add_argument("--branches", action="store_true")
+    parser.add_argument("--images", action="store_true")
     options = parser.parse_args()
     if (options.diffusion or options.constrained) and (options.steered or options.branches):
         parser.error("--diffusion has no oracle for processors and branches")
@@ -425,6 +433,8 @@ def main() -> None:
     make: MakeWorld = make_block_world if options.diffusion else make_world
     if options.constrained:
         make = make_constrained_world
+    if options.images:
+        make = make_seeing_world
     if options.stores:
         make = with_store(make)
     if options.steered:

@@ -19,6 +19,7 @@ from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher
 from tests.engine.adapting import Adapting
 from tests.engine.branches import Branching
+from tests.engine.imaging import Imaging
 from tests.engine.processors import Steering, Written, written
 from tests.engine.reading import Injected
 from tests.engine.stores import FlakyStore
@@ -90,6 +91,8 @@ class World:
     steering: Steering | None = None
     #: forks, rewinds and injections; None: there are none
     branching: Branching | None = None
+    #: images in prompts; None: there are none
+    imaging: Imaging | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -143,7 +146,9 @@ def random_switches(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) -> World:
+def make_world(
+    seed: int, fault_rate: float = 0.02, lose_at: int | None = None, imaging: Imaging | None = None
+) -> World:
     rng = random.Random(seed)
     # Neighbouring seeds go through every combination of the switches.
     policy, admission, mixed, prefix_cache = COMBINATIONS[seed % len(COMBINATIONS)]
@@ -153,11 +158,12 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     settings: dict[str, Any] = {"overlap_steps": rng.choice([0, 1, 2]), "admission": admission}
     drafting, drafter = random_drafting(random.Random(seed + 5))
     adapting = Adapting.of(random.Random(seed + 6))
+    settings["max_step_tokens"] = max_running + rng.choice([0, 3, 30])
+    settings |= {} if imaging is None else imaging.settings(max_running)
     config = EngineConfig(
         model="toy",
         page_size=page_size,
         max_running_requests=max_running,
-        max_step_tokens=max_running + rng.choice([0, 3, 30]),
         chunk_size=rng.choice([1, 3, 8, 64]),
         state_snapshot_tokens=random.Random(seed + 4).choice([1, 1, 5, 64]),
         seed=seed,
@@ -187,6 +193,9 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
 
     # Of its own dice, so that the others fall as they did before there were states.
     snapshots = random.Random(seed + 3).choice([*[None] * 6, 0, 1, 2, 3, 8, 100])
+    tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
+    if imaging is not None:
+        tokenizer = imaging.tokenizer(VOCAB, looks_up=seed % 2 == 1)
     device = ToyDevice(
         num_pages=num_pages,
         page_size=page_size,
@@ -197,12 +206,12 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         defer=defer,
         snapshots=snapshots,
         max_adapters=config.adapter_slots,
+        images=None if imaging is None else imaging.support(tokenizer),
     )
     faults.device = device
     launcher = TimedLauncher(
         device, lambda step: dice.choice([0.0, 0.001, 0.01, 0.03]) + 1e-4 * step.num_tokens
     )
-    tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
     renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
     renewal, store = random_store(seed, renewal, prefix_cache=prefix_cache)
@@ -211,7 +220,13 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         adapters=adapting,
         renewal=renewal,
         store=store,
+        imaging=imaging,
     )
+
+
+def make_seeing_world(seed: int, *arguments: Any) -> World:
+    """The same worlds, in which most prompts have images."""
+    return make_world(seed, *arguments, imaging=Imaging.of(seed))
 
 
 def random_store(

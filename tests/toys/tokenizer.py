@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from aioinfer.images.processor import ImageProcessor
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
 from aioinfer.text.detokenizer import Detokenizer
 
@@ -28,6 +29,7 @@ class ToyTokenizer:
         self.longest_token: int | None = 4
         self.chat_templates: tuple[str, ...] = ()
         self.template_names: frozenset[str] | None = None
+        self.images: ImageProcessor | None = None
         self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
         self._looks_up = looks_up
 
