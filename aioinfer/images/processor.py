@@ -31,7 +31,7 @@ class ProcessedImage:
     #: names it: a function of the image and of the processor
     digest: bytes
     parts: ImageParts
-    #: of the memory, for the pixels
+    #: of the memory, for its bytes and pixels
     share: Share
 
     @property
@@ -94,7 +94,8 @@ class ImageProcessor:
         except Exception as error:
             size = f"{image.width} x {image.height} pixels"
             raise InvalidRequest(field, f"the model takes no image of {size}: {error}") from error
-        taken = sum(array.nbytes for unit in parts.units for array in unit.pixels.values())
+        taken = len(source.data)
+        taken += sum(array.nbytes for unit in parts.units for array in unit.pixels.values())
         share = Share("images of prompts")
         try:
             LEDGER.claim(share, taken)

@@ -146,9 +146,11 @@ def test_counts_of_placeholders_and_positions_must_be_right(processor: ImageProc
 
 def test_pixels_are_counted_in_the_memory(processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     before = LEDGER.entries().get("images of prompts")
-    images = [processor.process(source(40, 40))]
+    given = source(40, 40)
+    images = [processor.process(given)]
     taken = LEDGER.entries()["images of prompts"].taken - (0 if before is None else before.taken)
-    assert taken == sum(unit.pixels["pixel_values"].nbytes for unit in images[0].parts.units)
+    pixels = sum(unit.pixels["pixel_values"].nbytes for unit in images[0].parts.units)
+    assert taken == pixels + len(given.data)
     monkeypatch.setattr(LEDGER, "available", lambda: Available(taken - 1, "test"))
     images.clear()
     with pytest.raises(Rejected, match="images of prompts"):
