@@ -23,8 +23,8 @@ from aioinfer.text.grammar_spec import closed
 from aioinfer.text.tool_calls import ToolCallDelta
 
 __all__ = [
-    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "chosen", "closed", "counts",
-    "ended", "message", "offer", "one_system", "parsed", "unread", "whole",
+    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "chosen", "closed", "content",
+    "counts", "ended", "message", "offer", "one_system", "parsed", "unread", "whole",
 ]  # fmt: skip
 
 #: started before the first call
@@ -189,7 +189,7 @@ class SoFar:
 
 def message(
     role: str,
-    content: str | None,
+    content: str | list[dict[str, Any]] | None,
     called: Iterable[tuple[str | None, str, Any]] = (),
     call_id: str | None = None,
     reasoning: str | None = None,
@@ -206,6 +206,27 @@ def message(
         call = {"id": id_ or f"call_{at}", "type": "function", "function": {"name": name, "arguments": text}}
         found.setdefault("tool_calls", []).append(call)
     return found
+
+
+def content(given: str | Iterable[Any], text: str | None = None) -> str | list[dict[str, Any]] | None:
+    """The content of a message: a text, or texts and images as LlamaIndex and pydantic-ai have them; ``text``
+    is what it is without images. Raises InvalidRequest for what else there is."""
+    if isinstance(given, str):
+        return given
+    parts = [_part(each) for each in given]
+    images = any(each["type"] == "image" for each in parts)
+    return parts if images or (parts and text is None) else text
+
+
+def _part(given: Any) -> dict[str, Any]:
+    text = given if isinstance(given, str) else getattr(given, "text", None)
+    if isinstance(text, str):
+        return {"type": "text", "text": text}
+    if getattr(given, "block_type", "") == "image" and given.url is given.detail is None:
+        return {"type": "image", "image": given.resolve_image().read()}
+    if getattr(given, "is_image", False) and not given.vendor_metadata:
+        return {"type": "image", "image": given.data}
+    raise unread(given)
 
 
 def ended(delta: ChatDelta) -> Any:

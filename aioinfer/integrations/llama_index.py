@@ -83,11 +83,10 @@ class AioInfer(calls.HasCalls, function_calling.FunctionCallingLLM, extra="allow
 
 
 def _message(given: ChatMessage) -> dict[str, Any]:
-    for each in given.blocks:
-        if each.block_type not in ("text", "thinking", "tool_call"):
-            raise calls.unread(each)
     called = [(e.tool_call_id, e.tool_name, e.tool_kwargs) for e in given.blocks if isinstance(e, Call)]
-    return calls.message(given.role.value, given.content, called, given.additional_kwargs.get("tool_call_id"))
+    blocks = [each for each in given.blocks if each.block_type not in ("thinking", "tool_call")]
+    said = calls.content(blocks, given.content)
+    return calls.message(given.role.value, said, called, given.additional_kwargs.get("tool_call_id"))
 
 
 def _response(answer: Any, delta: str | None = None) -> ChatResponse:

@@ -66,8 +66,8 @@ def _read(message: ai.ModelMessage) -> Iterator[dict[str, Any]]:
     for part in message.parts if isinstance(message, ai.ModelRequest) else ():
         if isinstance(part, ai.ToolReturnPart) and not part.files:
             yield calls.message("tool", part.model_response_str(), call_id=part.tool_call_id)
-        elif isinstance(part, ai.SystemPromptPart | ai.UserPromptPart) and isinstance(part.content, str):
-            yield calls.message(part.part_kind.removesuffix("-prompt"), part.content)
+        elif isinstance(part, ai.SystemPromptPart | ai.UserPromptPart):
+            yield calls.message(part.part_kind.removesuffix("-prompt"), calls.content(part.content))
         else:
             raise calls.unread(part)
 

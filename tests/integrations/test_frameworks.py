@@ -20,7 +20,10 @@ from aioinfer.testing import Answer, FakeEngine
 from tests.integrations import drivers
 from tests.integrations.drivers import weather
 from tests.integrations.libraries import LENIENT, LIBRARIES
+from tests.server.pictures import encoded, image_url, picture, uri
 from tests.tiers import PROGRAM, SECONDS, rest
+
+RED = picture("red")
 
 pytestmark = [rest(SECONDS), LENIENT]
 
@@ -132,6 +135,34 @@ async def test_langchain_chooses_tools_and_refuses_what_it_cannot_tell() -> None
             await model.ainvoke("Rome?", logprobs=2)
 
 
+async def test_langchain_haystack_and_dspy_send_images() -> None:
+    async with FakeEngine("[[ ## colour ## ]]\nred", images=True) as engine:
+        langchain = drivers.langchain(engine).model
+        from langchain_core.messages import HumanMessage
+
+        block = {"type": "image", "base64": encoded(RED), "mime_type": "image/png"}
+        for part in (block, image_url(uri(RED))):
+            await langchain.ainvoke([HumanMessage([{"type": "text", "text": "A"}, part])])
+            assert "user: A<image>\n" in engine.requests[-1].prompt
+        with pytest.raises(InvalidRequest, match="must be a data URI"):
+            await langchain.ainvoke([HumanMessage([image_url("https://a.b/c.png")])])
+
+        haystack = drivers.haystack(engine).model
+        from haystack.dataclasses import ChatMessage, ImageContent
+
+        content = ImageContent(encoded(RED), mime_type="image/png")
+        await haystack.run_async([ChatMessage.from_user(content_parts=["A", content])])
+        assert "user: A<image>\n" in engine.requests[-1].prompt
+
+        model = drivers.dspy(engine).model
+        import dspy
+
+        with dspy.context(lm=model):
+            found = await dspy.Predict("picture: dspy.Image -> colour").acall(picture=dspy.Image(uri(RED)))
+        assert found.colour == "red"
+        assert "<image>" in engine.requests[-1].prompt
+
+
 async def test_langchain_refuses_to_wait_for_threads_on_the_engines_loop() -> None:
     async with FakeEngine("Hello.") as engine:
         model = drivers.langchain(engine).model
@@ -203,17 +234,20 @@ async def test_llama_index_agents_make_no_call_that_is_cut(streaming: bool) -> N
     assert made == []
 
 
-async def test_llama_index_knows_the_model_and_refuses_images() -> None:
-    async with FakeEngine("Hello.") as engine:
+async def test_llama_index_knows_the_model_and_sends_images() -> None:
+    async with FakeEngine("Hello.", images=True) as engine:
         driver = drivers.llama_index(engine)
-        from llama_index.core.llms import ChatMessage, ImageBlock
+        from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
 
         metadata = driver.model.metadata
         assert (metadata.model_name, metadata.is_function_calling_model) == ("fake", True)
         assert metadata.context_window == engine.info.max_model_len
-        image = ChatMessage(blocks=[ImageBlock(image=b"GIF89a")])
-        with pytest.raises(InvalidRequest, match="messages: ImageBlock is not read"):
-            await driver.model.achat([image])
+        image = ChatMessage(blocks=[TextBlock(text="A"), ImageBlock(image=RED), TextBlock(text="B")])
+        await driver.model.achat([image])
+        assert "user: A<image>B" in engine.requests[-1].prompt
+        for other in (ImageBlock(url="https://a.b/c.png"), ImageBlock(image=RED, detail="low")):
+            with pytest.raises(InvalidRequest, match="messages: ImageBlock is not read"):
+                await driver.model.achat([ChatMessage(blocks=[other])])
         answer = await driver.model.acomplete("Hi")
         assert answer.text == "Hello."
         assert [each.delta async for each in await driver.model.astream_complete("Hi")][-1] == ""
@@ -328,10 +362,10 @@ async def test_pydantic_ai_has_typed_outputs_by_grammar_or_by_tool() -> None:
         assert engine.requests[-1].tools is not None
 
 
-async def test_pydantic_ai_tells_the_system_once_and_refuses_images() -> None:
-    async with FakeEngine("Hello.") as engine:
+async def test_pydantic_ai_tells_the_system_once_and_sends_images() -> None:
+    async with FakeEngine("Hello.", images=True) as engine:
         model = drivers.pydantic_ai(engine, max_tokens=50).model
-        from pydantic_ai import Agent, BinaryContent
+        from pydantic_ai import Agent, BinaryContent, ImageUrl
 
         agent = Agent(model, system_prompt="Be brief.", instructions="Be kind.")
         settings = {"extra_body": {"min_p": 0.1, "priority": 3}, "logit_bias": {"65": -5}}
@@ -341,8 +375,10 @@ async def test_pydantic_ai_tells_the_system_once_and_refuses_images() -> None:
         assert (request.params.min_p, request.params.logit_bias) == (0.1, {65: -5.0})
         assert request.options.priority == 3
         assert found.response.model_name == "fake"
-        with pytest.raises(InvalidRequest, match="messages: UserPromptPart is not read"):
-            await agent.run(["Look", BinaryContent(b"GIF89a", media_type="image/gif")])
+        await agent.run(["Look", BinaryContent(RED, media_type="image/png")])
+        assert "user: Look<image>\n" in engine.requests[-1].prompt
+        with pytest.raises(InvalidRequest, match="messages: ImageUrl is not read"):
+            await agent.run(["Look", ImageUrl("https://a.b/c.png")])
         with pytest.raises(TypeError, match="has no argument 'min_q'"):
             await agent.run("Hi", model_settings={"extra_body": {"min_q": 1}})
 

@@ -20,6 +20,7 @@ from aioinfer.server.http.fetching import Fetcher, is_public
 from tests.server.conftest import Served
 from tests.server.pictures import claude, image_url, picture, seeing
 from tests.server.test_adversity import idle, until
+from tests.tiers import SECONDS, rest
 
 RED = picture("red")
 
@@ -134,6 +135,7 @@ async def ask(served: Served, *urls: str) -> Any:
 FIELD = "messages[0].content[1].image_url.url"
 
 
+@rest(SECONDS)
 @pytest.mark.usefixtures("private")
 async def test_an_image_of_a_listed_host_is_fetched_once(origin: Origin) -> None:
     async with fetching(origin) as served:
@@ -299,6 +301,7 @@ async def test_what_is_fetched_ends_with_its_request(origin: Origin) -> None:
         await until(lambda: idle(served))
 
 
+@rest(SECONDS)
 @pytest.mark.usefixtures("private")
 async def test_what_is_fetched_counts_among_bodies(origin: Origin, monkeypatch: pytest.MonkeyPatch) -> None:
     async with fetching(origin) as served:

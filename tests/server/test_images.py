@@ -20,6 +20,7 @@ from tests.server.calls import Reply
 from tests.server.conftest import Served
 from tests.server.pictures import claude, encoded, image_url, picture, seeing, uri
 from tests.server.test_adversity import idle, until
+from tests.tiers import SECONDS, rest
 
 RED, BLUE = picture("red"), picture("blue", kind="JPEG")
 MODEL = "fake"
@@ -53,6 +54,7 @@ def seen(served: Served) -> str:
 # -- forms ---------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 async def test_openais_chats_have_images_of_users_and_of_tools() -> None:
     async with seeing() as served, served.client() as client:
         message = user(text("A"), image_url(uri(RED)), text("B"), image_url(uri(BLUE, "image/jpeg")))
@@ -98,6 +100,7 @@ async def test_an_image_is_taken_as(part: Any) -> None:
         assert (reply.status, seen(served)) == (200, "user: <image>\nassistant: ")
 
 
+@rest(SECONDS)
 async def test_responses_have_images_of_inputs_and_outputs_and_go_on_with_them() -> None:
     async with seeing() as served, served.client() as client:
         image: Any = {"type": "input_image", "image_url": uri(RED), "detail": "auto"}
@@ -118,6 +121,7 @@ async def test_responses_have_images_of_inputs_and_outputs_and_go_on_with_them()
         assert stored[-1]["output"] == [image]
 
 
+@rest(SECONDS)
 async def test_anthropics_messages_have_images_of_users_and_of_results() -> None:
     async with seeing() as served, claude(served) as client:
         block: Any = {
@@ -220,7 +224,7 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "tiff": (uri(picture(kind="TIFF"), "image/tiff"), "must be of type"),
     # base64 with holes
     "space": (f"data:image/png;base64, {BASE64}", "white space at character 0"),
-    "newline": (uri(RED) + "\n", "is not base64"),
+    "newline": (uri(RED) + "\n", "is no base64"),
     "lines": (f"data:image/png;base64,{BASE64[:40]}\r\n\r\n{BASE64[40:]}", "white space at character 40"),
     "hole": (f"data:image/png;base64,{BASE64[:40]}\0\0\0\0{BASE64[44:]}", "'\\x00' at character 40"),
     "url alphabet": (f"data:image/png;base64,{BASE64[:40]}-_-_{BASE64[44:]}", "alphabet of URLs"),
@@ -228,11 +232,11 @@ HOSTILE: dict[str, tuple[str, str]] = {
     "not ascii": (f"data:image/png;base64,{BASE64[:40]}éééé", "'é' at character 40"),
     "padding within": (f"data:image/png;base64,{BASE64[:40]}AA=={BASE64[44:]}", "padding at character 42"),
     "padding missing": ("data:image/png;base64,iVBORw", "no whole groups of four"),
-    "padding twice": ("data:image/png;base64,iVBORw======", "is not base64"),
-    "padding alone": ("data:image/png;base64,====", "is not base64"),
-    "too much padding": ("data:image/png;base64,iVBO====", "is not base64"),
+    "padding twice": ("data:image/png;base64,iVBORw======", "is no base64"),
+    "padding alone": ("data:image/png;base64,====", "is no base64"),
+    "too much padding": ("data:image/png;base64,iVBO====", "is no base64"),
     "no data": ("data:image/png;base64,", "empty"),
-    "surrogate": ("data:image/png;base64,\ud800\ud800\ud800\ud800", "is not base64"),
+    "surrogate": ("data:image/png;base64,\ud800\ud800\ud800\ud800", "is no base64"),
     # files of other types than stated
     "png as jpeg": (uri(RED, "image/jpeg"), "is stated to be image/jpeg, and begins as image/png"),
     "jpeg as png": (uri(BLUE), "is stated to be image/png, and begins as image/jpeg"),
@@ -414,6 +418,7 @@ async def test_there_are_so_many_images_of_a_request_and_no_more() -> None:
         assert "max_images" in reply.error["message"]
 
 
+@rest(SECONDS)
 async def test_a_body_may_be_larger_where_the_model_reads_images() -> None:
     large = {"messages": [user(image_url(uri(RED + bytes(4 << 20))))]}
     begin = json.dumps({"messages": [user(image_url("data:image/png;base64,"))]}).encode()
@@ -430,6 +435,7 @@ async def test_a_body_may_be_larger_where_the_model_reads_images() -> None:
         assert "max_image_bytes" in reply.error["message"]
 
 
+@rest(SECONDS)
 async def test_images_are_decoded_beside_the_loop_and_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, sizes = [], []
     decode, take = decoding.decoded_base64, decoding.binascii.a2b_base64
