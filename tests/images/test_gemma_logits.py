@@ -1,4 +1,5 @@
-"""Gemma's logits of prompts with images equal transformers', in any chunks that keep an image whole."""
+"""Gemma's logits of prompts with images equal transformers', in any chunks that keep an image whole, and the
+engine generates what transformers does."""
 
 from __future__ import annotations
 
@@ -11,14 +12,17 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from aioinfer import LLM, EngineConfig, SamplingParams
 from aioinfer.images.prompt import PromptImages
 from aioinfer.model.vision.base import Features
+from tests.images.checkpoints import picture
 from tests.images.gemma import gemma3, gemma4
 from tests.images.test_prompts import processor_of, source
 from tests.images.test_towers import said
 from tests.images.towers import features
 from tests.model.harness import attention_for, build_batch, fill, load, require
 from tests.model.kernels import kernels_or_skip
+from tests.tiers import SECONDS, rest
 
 SIZES = [(40, 30), (30, 70), (40, 30)]
 #: relative to the largest logit: so far are those of transformers from the same in float64
@@ -118,6 +122,45 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, kernels: 
         if kernels == "native":
             assert torch.equal(apart, whole), cuts
         assert (apart - expected).abs().max() <= CLOSE * expected.abs().max()
+
+
+TOKENS = 6
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("name", ["gemma3-crops", "gemma4", "gemma4-two-way"])
+def test_the_engine_goes_on_as_transformers_does(tmp_path: Path, name: str) -> None:
+    """Two prompts at once, by chunks of any size, without a cache and with one."""
+    make, arguments, placeholder = MODELS[name]
+    oracle = make(tmp_path, **arguments)
+    ours, tokenizer = processor_of(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    asked, expected = [], []
+    for number, size in enumerate(SIZES[:2]):
+        seeds = [number, number + 7]
+        pictures = [{"type": "image", "image": picture(*size, seed)} for seed in seeds]
+        chat = [{"role": "user", "content": [pictures[0], {"type": "text", "text": "or"}, pictures[1]]}]
+        asked.append(chat)
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert text.count(placeholder) == 2
+        images = [ours.process(source(*size, seed)) for seed in seeds]
+        ids = tokenizer.encode(ours.expand(text, images), add_special_tokens=False)
+        units, start = ours.fold(ids, images)[1], len(ids)
+        # What transformers makes of a generated image token, the next image, is nothing to compare.
+        while len(ids) < start + TOKENS and ours.token_id not in ids[start:]:
+            ids.append(int(expected_logits(oracle, ids, units)[-1].argmax()))
+        expected.append(ids[start:])
+    assert sum(map(len, expected)) > TOKENS
+    for chunk in (7, 80, 1024):
+        config = EngineConfig(
+            model=str(tmp_path), device="cpu", num_pages=120, page_size=8, threads=1, dtype="float32",
+            chunk_size=chunk,
+        )  # fmt: skip
+        with LLM(config) as llm:
+            for _ in range(2):
+                params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+                found = llm.generate(asked, params)
+                for each, ids in zip(found, expected, strict=True):
+                    assert each.token_ids[: len(ids)] == ids, chunk
 
 
 def test_attention_that_cannot_see_both_ways_leaves_images_out(tmp_path: Path) -> None:
