@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from aioinfer.images.source import ImageSource
     from aioinfer.ledger import Share
 
@@ -70,6 +70,8 @@ class PromptImages:
 
 def words(digest: bytes, count: int) -> list[int]:
     """The ids of the ``count`` positions of an image: int32, negative."""
+    import numpy as np
+
     bits = np.frombuffer(hashlib.shake_128(digest).digest(4 * count), np.uint32)
     found: list[int] = (bits | np.uint32(1 << 31)).view(np.int32).tolist()
     return found
