@@ -81,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3-vl": Family(qwen, _grids, "mm_token_type_ids"),
     "qwen3-vl-moe": Family(partial(qwen, family="Qwen3VLMoe"), _grids, "mm_token_type_ids"),
     "qwen3.5": Family(partial(qwen, family="Qwen3_5"), _grids, "mm_token_type_ids"),
+    "qwen3.5-moe": Family(partial(qwen, family="Qwen3_5Moe"), _grids, "mm_token_type_ids"),
 }
 
 

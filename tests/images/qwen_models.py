@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-from tests.images.checkpoints import TEXT, write_model, write_processor, write_tokenizer
+from tests.images.checkpoints import TEXT, picture, write_model, write_processor, write_tokenizer
 
-__all__ = ["FAMILIES", "IMAGE", "qwen", "whole_inputs"]
+__all__ = ["FAMILIES", "IMAGE", "greedy", "qwen", "whole_inputs"]
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _DELTA = {
@@ -76,3 +76,23 @@ def whole_inputs(path: Path, text: str, pictures: Sequence[Image.Image]) -> dict
     ids = torch.tensor([tokenizer.encode("".join(pieces), add_special_tokens=False)])
     types = (ids == tokenizer.convert_tokens_to_ids("<|image_pad|>")).int()
     return {"input_ids": ids, "mm_token_type_ids": types, **found}
+
+
+def greedy(
+    oracle: Any, path: Path, text: str, sizes: Sequence[tuple[int, int]], count: int
+) -> tuple[list[int], torch.Tensor]:
+    """The ids of a prompt and ``count`` that follow, and the logits of all but the last, by transformers,
+    which computes all of it for each. ``sizes``: of its images."""
+    if sizes:
+        inputs = whole_inputs(path, text, [picture(*size) for size in sizes])
+    else:
+        ids = AutoTokenizer.from_pretrained(path).encode(text, add_special_tokens=False)
+        inputs = {"input_ids": torch.tensor([ids])}
+    for _ in range(count):
+        with torch.inference_mode():
+            logits = oracle(**inputs, use_cache=False).logits[0]
+        inputs["input_ids"] = torch.cat((inputs["input_ids"], logits[-1:].argmax(-1, keepdim=True)), dim=1)
+        if sizes:
+            types = inputs["mm_token_type_ids"]
+            inputs["mm_token_type_ids"] = torch.cat((types, torch.zeros_like(types[:, :1])), dim=1)
+    return inputs["input_ids"][0].tolist(), logits

@@ -94,6 +94,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "window of 2": {"overlap_steps": 2, "prefix_cache": False},
     "slices": {"max_encoder_tokens": 8, "encoder_cache_gib": 0.0},
     "torch": {"attention_backend": "sdpa"},
+    "states amid images": {"state_snapshot_tokens": 16, "page_size": 4, "chunk_size": 16},
 }
 
 

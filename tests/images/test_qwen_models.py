@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from aioinfer.model.batch import Batch
 from aioinfer.model.vision.base import Encoder, Features
 from tests.images.checkpoints import picture
-from tests.images.qwen_models import FAMILIES, IMAGE, qwen, whole_inputs
+from tests.images.qwen_models import FAMILIES, IMAGE, greedy, qwen
 from tests.images.test_qwen_prompts import processor_of, source
 from tests.images.towers import features
 from tests.model import harness
@@ -97,7 +97,7 @@ def test_prompts_with_images_go_on_as_those_of_transformers(
     oracle = qwen(tmp_path, family)
     model = load(tmp_path, kernels=kernels)
     prompts = [Prompt.of(tmp_path, model.encoder, *asked) for asked in ASKED]
-    expected = [_greedy(oracle, tmp_path, *asked) for asked in ASKED]
+    expected = [greedy(oracle, tmp_path, *asked, TOKENS) for asked in ASKED]
     for chunk, gap in ((7, 2), (512, 0)):
         driver = Driver(model, chunk=chunk, kernels=kernels)
         for found, (ids, logits) in zip(
@@ -117,24 +117,3 @@ def test_a_text_beside_images_keeps_its_bits(tmp_path: Path) -> None:
     beside = Driver(model, chunk=9, kernels="native").see(prompts, TOKENS)[-1]
     assert beside.ids == alone.ids
     assert all(torch.equal(beside.logits[at], alone.logits[at]) for at in alone.logits)
-
-
-def _greedy(
-    oracle: Any, path: Path, text: str, sizes: list[tuple[int, int]]
-) -> tuple[list[int], torch.Tensor]:
-    """The ids of a prompt and what follows, and the logits of all but the last, by transformers."""
-    if sizes:
-        inputs = whole_inputs(path, text, [picture(*size) for size in sizes])
-    else:
-        ids = AutoTokenizer.from_pretrained(path).encode(text, add_special_tokens=False)
-        inputs = {"input_ids": torch.tensor([ids])}
-    for _ in range(TOKENS):
-        with torch.inference_mode():
-            oracle.model.rope_deltas = None
-            logits = oracle(**inputs, use_cache=False).logits[0]
-        new = logits[-1].argmax().view(1, 1)
-        inputs["input_ids"] = torch.cat((inputs["input_ids"], new), dim=1)
-        if sizes:
-            types = inputs["mm_token_type_ids"]
-            inputs["mm_token_type_ids"] = torch.cat((types, torch.zeros_like(types[:, :1])), dim=1)
-    return inputs["input_ids"][0].tolist(), logits
