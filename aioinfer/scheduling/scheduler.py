@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
 from aioinfer.scheduling.budgets import Budgets
+from aioinfer.scheduling.failures import Failures
 from aioinfer.scheduling.faults import PlanFaults
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed, make_policy
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
-from aioinfer.scheduling.recovery import StepCap, Suspects, failed_before, struck
+from aioinfer.scheduling.recovery import StepCap, Suspects, failed_before
 from aioinfer.scheduling.reserve import NewTokenRatio, Outlook, Reserve
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.sequence import Sequence, SequenceState
-from aioinfer.scheduling.step import NO_ROWS, Encoding, Generating, Outcome, Row, Step, new_request_data
+from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
 from aioinfer.scheduling.step_time import StepTime
 from aioinfer.scheduling.token_batch import TokenBatch
 
@@ -49,6 +50,7 @@ class Scheduler:
         "budgets",
         "cap",
         "config",
+        "failures",
         "faults",
         "queues",
         "ratio",
@@ -81,6 +83,8 @@ class Scheduler:
         self.faults = PlanFaults(self.queues)
         #: requests of steps that raised
         self.suspects = Suspects()
+        #: what becomes of these
+        self.failures = Failures(self.queues, self.cap, self.suspects)
         #: how often the weights were replaced
         self.weight_version = 0
         self.times = StepTime(config.step_time_target or 0.0)
@@ -494,67 +498,10 @@ class Scheduler:
         return self.budgets.charge(changed) if self.budgets.counts else changed
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
-        """A step raised: its requests start over, and go on one at a time until they have come further.
-
-        One that was alone in the step, or came no further since the last time, ends with ``error``. Returns
-        the requests that ended.
-        """
-        queues = self.queues
-        self.memory.resolved(step.id)
-        if step.encoding is not None:
-            return self._fail_encoding(step.encoding, error)
-        queues.junk_until = queues.last_step
-        alone, failed = step.num_rows == 1, []
-        features = self.memory.features
-        if features is not None and features.lacked(step):
-            for sequence in struck(step):
-                queues.start_over(sequence)
-            return []
-        for sequence in struck(step):
-            if alone or failed_before(sequence):
-                self.memory.distrust(sequence)
-                queues.finish(sequence, "abort", error)
-                failed.append(sequence)
-            else:
-                queues.start_over(sequence)
-                self.suspects.add(sequence)
-        return failed
+        """A step raised; returns the requests that ended with ``error``. See
+        :class:`~aioinfer.scheduling.failures.Failures`."""
+        return self.failures.fail(step, error)
 
     def run_out(self, step: Step, error: BaseException) -> list[Sequence]:
-        """The memory did not suffice for a step: its requests start over, in smaller steps.
-
-        Of those to which that happened before, and which came no further since, one ends with ``error``: the
-        longest, and among equals the newest. Returns the requests that ended.
-        """
-        queues = self.queues
-        self.memory.resolved(step.id)
-        if step.encoding is not None:
-            sequence = step.encoding.sequence
-            again = sequence.recovery.ran_out_at == sequence.cursor.progress
-            sequence.recovery.ran_out_at = sequence.cursor.progress
-            return self._fail_encoding(step.encoding, error, once_more=not again)
-        self.cap.ran_out(step, queues.last_step)
-        queues.junk_until = queues.last_step
-        sequences = struck(step)
-        again = [each for each in sequences if each.recovery.ran_out_at == each.cursor.progress]
-        failed = sorted(again, key=lambda sequence: (sequence.known, sequence.key))[-1:]
-        for sequence in failed:
-            queues.finish(sequence, "abort", error)
-        for sequence in sequences:
-            if sequence.state is SequenceState.FINISHED:
-                continue
-            sequence.recovery.ran_out_at = sequence.cursor.progress
-            queues.counters.out_of_memory_retries += 1
-            queues.start_over(sequence)
-        return failed
-
-    def _fail_encoding(
-        self, encoding: Encoding, error: BaseException, *, once_more: bool = False
-    ) -> list[Sequence]:
-        """A step of the encoder raised: it was computing for one request, which ends, unless it may try
-        ``once_more``. Others that have the same image will see for themselves."""
-        features, sequence = self.memory.features, encoding.sequence
-        assert features is not None
-        if not features.failed(encoding) or once_more or not self.queues.finish(sequence, "abort", error):
-            return []
-        return [sequence]
+        """The memory did not suffice for a step; returns as :meth:`fail` does."""
+        return self.failures.run_out(step, error)

@@ -92,7 +92,8 @@ class Imaging:
 
     def prompt(self, engine: Engine) -> PromptSource | None:
         """A prompt with images; None if it came out longer than the engine's context, or by chance."""
-        dice, parts, length = self.dice, [], 0
+        dice, length = self.dice, 0
+        parts: list[dict[str, Any]] = []
         if dice.random() < 0.2:
             return None
         for _ in range(dice.randint(1, 5)):

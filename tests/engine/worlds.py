@@ -224,9 +224,9 @@ def make_world(
     )
 
 
-def make_seeing_world(seed: int, *arguments: Any) -> World:
+def make_seeing_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) -> World:
     """The same worlds, in which most prompts have images."""
-    return make_world(seed, *arguments, imaging=Imaging.of(seed))
+    return make_world(seed, fault_rate, lose_at, Imaging.of(seed))
 
 
 def random_store(
