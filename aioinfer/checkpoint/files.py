@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors, read_json_object, weight_files
 from aioinfer.errors import ConfigError
 
-__all__ = ["Checkpoint", "Directory", "GGUFCheckpoint", "checkpoint_at", "open_checkpoint"]
+if TYPE_CHECKING:
+    from aioinfer.checkpoint.mmproj import Mmproj
+
+__all__ = ["Checkpoint", "Directory", "GGUFCheckpoint", "checkpoint_at", "has_mmproj", "open_checkpoint"]
+
+_log = logging.getLogger("aioinfer")
 
 
 class Checkpoint(Protocol):
@@ -96,10 +102,13 @@ class Directory:
 
 
 class GGUFCheckpoint:
-    """A GGUF file, which holds everything."""
+    """A GGUF file, which holds everything, or one with an image encoder beside it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mmproj: Path | bool = False) -> None:
+        """``mmproj``: the file of an image encoder; True: the one beside this file, if there is one and the
+        files belong together."""
         self.path = path
+        self._stated = mmproj
 
     @cached_property
     def _file(self) -> Any:
@@ -112,7 +121,27 @@ class GGUFCheckpoint:
                 "model: GGUF files need the package gguf: pip install aioinfer[gguf]"
             ) from error
 
+    @cached_property
+    def mmproj(self) -> Mmproj | None:
+        """Its image encoder. Raises ConfigError."""
+        if self._stated is False:
+            return None
+        text = self._file
+        from aioinfer.checkpoint.mmproj import Mmproj, NotItsEncoder, mmproj_beside
+
+        if self._stated is not True:
+            return Mmproj(self._stated, text)
+        found = mmproj_beside(self.path)
+        try:
+            return None if found is None else Mmproj(found, text)
+        except NotItsEncoder as error:
+            _log.warning("%s reads no images: %s", self.path.name, str(error).removeprefix("mmproj: "))
+            return None
+
     def config(self) -> dict[str, Any]:
+        return self._text_config() if self.mmproj is None else self.mmproj.config()
+
+    def _text_config(self) -> dict[str, Any]:
         from aioinfer.checkpoint.gguf_config import config_of
 
         return config_of(self._file)
@@ -123,34 +152,48 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Any | None:
         from aioinfer.checkpoint.gguf_tokenizer import tokenizer_of
 
+        _ = self.mmproj  # which may name a token
         return tokenizer_of(self._file)
 
     def processor(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        return None
+        return None if self.mmproj is None else self.mmproj.processor()
 
     def tensors(self) -> Tensors:
+        """Those of the text model."""
         from aioinfer.checkpoint.gguf_tensors import GGUFTensors
 
-        config = self.config()
+        config = self._text_config()
         return GGUFTensors(self._file, config["num_attention_heads"], config["num_key_value_heads"])
 
     def files(self) -> list[Path]:
         from aioinfer.checkpoint.gguf_file import parts_of
 
-        return parts_of(self.path)
+        return [*parts_of(self.path), *([] if self.mmproj is None else [self.mmproj.path])]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, mmproj: Path | bool = False) -> Checkpoint:
     """The checkpoint in a directory or file. Raises ConfigError, with the kind of path that it is."""
-    found = checkpoint_at(path)
+    found = checkpoint_at(path, mmproj)
     if isinstance(found, Directory):
         _check_directory(path)
     return found
 
 
-def checkpoint_at(path: Path) -> Directory | GGUFCheckpoint:
-    """The checkpoint that a path would be; the path is not checked."""
-    return GGUFCheckpoint(path) if path.suffix == ".gguf" and path.is_file() else Directory(path)
+def checkpoint_at(path: Path, mmproj: Path | bool = False) -> Directory | GGUFCheckpoint:
+    """The checkpoint that a path would be; the path is not checked. ``mmproj``: see
+    :class:`GGUFCheckpoint`. Raises ConfigError if one is named for another kind of checkpoint."""
+    if path.suffix == ".gguf" and path.is_file():
+        return GGUFCheckpoint(path, mmproj)
+    if isinstance(mmproj, Path):
+        raise ConfigError(
+            f"mmproj: is for models in GGUF files; {path.name} has its own image encoder, or none"
+        )
+    return Directory(path)
+
+
+def has_mmproj(checkpoint: Checkpoint) -> bool:
+    """Whether there is a second file, with an image encoder. Raises ConfigError."""
+    return isinstance(checkpoint, GGUFCheckpoint) and checkpoint.mmproj is not None
 
 
 def _check_directory(path: Path) -> None:

@@ -18,7 +18,7 @@ from aioinfer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GGUFTensors"]
+__all__ = ["GGUFTensors", "StoredTensors"]
 
 #: end of the names of norms' weights
 _NORM = "norm.weight"
@@ -27,42 +27,20 @@ _PLAIN = {"F32": "<f4", "F16": "<f2"}
 _SLICE = 1 << 22
 
 
-class GGUFTensors(Tensors):
-    """Tensors of a GGUF file; blocks of 4 to 8 bits keep their numbers."""
+class StoredTensors(Tensors):
+    """Tensors as they lie in a GGUF file; blocks of 4 to 8 bits keep their numbers."""
 
-    def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
-        """``heads`` and ``kv_heads``: of queries and keys."""
-        architecture = architecture_of(file)
+    def __init__(self) -> None:
         self._stored: dict[str, StoredTensor] = {}
-        self._heads: dict[str, int] = {}
-        self._norms_plus_one, self._transposed = architecture.norms_plus_one, architecture.transposed
-        for name, tensor in _unfused(file.tensors, architecture, heads, kv_heads):
-            own = name_of(name, architecture)
-            if own is None:
-                continue
-            if own in self._stored:
-                raise ConfigError(f"model: the GGUF file has {own} twice, once as {name}")
-            self._stored[own] = tensor
-            for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
-                if architecture.neighbours and part in own:
-                    self._heads[own] = count
 
     @property
     def names(self) -> Collection[str]:
         return self._stored.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        shape = self._stored[name].shape
-        return shape[::-1] if name.endswith(self._transposed) else shape
+        return self._stored[name].shape
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._read(name)
-        if name.endswith(self._transposed):
-            return tensor.T
-        # In float32 for every type: adding 1 again must give the same factor.
-        return tensor.float() - 1 if self._norms_plus_one and name.endswith(_NORM) else tensor
-
-    def _read(self, name: str) -> torch.Tensor:
         import torch
 
         stored, data = self._stored[name], self._rows(name)
@@ -75,10 +53,8 @@ class GGUFTensors(Tensors):
 
     def rounding(self, name: str) -> Rounding | None:
         stored = self._stored[name]
-        if len(stored.shape) != 2 or name.endswith(self._transposed):
-            return None
         kind = stored.kind.name
-        return BLOCKS[kind][0] if kind in BLOCKS else None
+        return BLOCKS[kind][0] if kind in BLOCKS and len(stored.shape) == 2 else None
 
     def quantised(self, name: str) -> QuantisedMatrix:
         import torch
@@ -93,8 +69,47 @@ class GGUFTensors(Tensors):
         )
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor."""
+        return self._stored[name].data
+
+
+class GGUFTensors(StoredTensors):
+    """The tensors of a language model."""
+
+    def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
+        """``heads`` and ``kv_heads``: of queries and keys."""
+        super().__init__()
+        architecture = architecture_of(file)
+        self._heads: dict[str, int] = {}
+        self._norms_plus_one, self._transposed = architecture.norms_plus_one, architecture.transposed
+        for name, tensor in _unfused(file.tensors, architecture, heads, kv_heads):
+            own = name_of(name, architecture)
+            if own is None:
+                continue
+            if own in self._stored:
+                raise ConfigError(f"model: the GGUF file has {own} twice, once as {name}")
+            self._stored[own] = tensor
+            for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
+                if architecture.neighbours and part in own:
+                    self._heads[own] = count
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        shape = super().shape(name)
+        return shape[::-1] if name.endswith(self._transposed) else shape
+
+    def read(self, name: str) -> torch.Tensor:
+        tensor = super().read(name)
+        if name.endswith(self._transposed):
+            return tensor.T
+        # In float32 for every type: adding 1 again must give the same factor.
+        return tensor.float() - 1 if self._norms_plus_one and name.endswith(_NORM) else tensor
+
+    def rounding(self, name: str) -> Rounding | None:
+        return None if name.endswith(self._transposed) else super().rounding(name)
+
+    def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, rows in transformers' order."""
-        data, heads = self._stored[name].data, self._heads.get(name)
+        data, heads = super()._rows(name), self._heads.get(name)
         if heads is None:
             return data
         if len(self._stored[name].shape) == 1:

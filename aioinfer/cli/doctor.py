@@ -124,6 +124,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         quantization=config.quantization,
         deterministic=config.deterministic,
         images=config.images,
+        mmproj=config.mmproj_file,
     )
     model = inspect_model(config.model_path, options)
     canvas, wanted = model.blocks is not None and model.blocks.canvas, config.attention_backend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from aioinfer.config.options import AT_LEAST_ONE, NOT_NEGATIVE, Bounds, Settings, option
 
@@ -16,6 +17,12 @@ class ImageSettings(Settings):
     images: bool = option(
         True, "images", "load the image encoder of a model that has one; off: it reads text alone"
     )
+    mmproj: str | None = option(
+        None,
+        "images",
+        "of a model in a GGUF file: the file of its image encoder; by default the one beside it that is "
+        "called mmproj",
+    )
     max_images: int = option(32, "images", "images of one prompt", NOT_NEGATIVE)
     max_image_bytes: int = option(20 << 20, "images", "bytes of the file of one image", AT_LEAST_ONE)
     max_image_pixels: int = option(
@@ -28,3 +35,10 @@ class ImageSettings(Settings):
     encoder_cache_gib: float = option(
         0.25, "images", "GiB of encoded images that are kept for other prompts", Bounds(0, 1 << 10)
     )
+
+    @property
+    def mmproj_file(self) -> Path | bool:
+        """The file of the image encoder of a model in a GGUF file; True: the one beside it, False: none."""
+        if not self.images:
+            return False
+        return True if self.mmproj is None else Path(self.mmproj).expanduser()

@@ -248,6 +248,7 @@ class TorchDevice:
                 max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
                 deterministic=config.deterministic,
                 images=config.images and path is None,
+                mmproj=config.mmproj_file,
             ),
             progress=loading,
             check_size=loading.claim if on_cpu else None,

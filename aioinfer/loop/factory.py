@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
-from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
+from aioinfer.checkpoint.files import Checkpoint, checkpoint_at, has_mmproj
 from aioinfer.checkpoint.libraries import import_extensions
 from aioinfer.checkpoint.locate import Progress, locate
 from aioinfer.checkpoint.sentences import Sentences
@@ -97,7 +97,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     checkpoint = _checkpoint(config)
     tokenizer = None
     if checkpoint is not None:
-        kept = KeptFiles(checkpoint.path) if config.cache_weights else None
+        kept = KeptFiles(checkpoint.path) if config.cache_weights and not has_mmproj(checkpoint) else None
         tokenizer = HFTokenizer.of(
             checkpoint,
             config.chat_template,
@@ -118,7 +118,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
 def _checkpoint(config: EngineConfig) -> Checkpoint | None:
     """None for a name that only a device knows which stands in for the real one."""
     try:
-        return checkpoint_at(config.model_path)
+        return checkpoint_at(config.model_path, config.mmproj_file)
     except ConfigError:
         return None
 

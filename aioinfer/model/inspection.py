@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
+from aioinfer.checkpoint.files import Checkpoint, Directory, has_mmproj, open_checkpoint
 from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
@@ -86,6 +86,8 @@ class LoadOptions:
     deterministic: bool = False
     #: load the encoder of images of a model that has one
     images: bool = True
+    #: the file of the encoder of a model in a GGUF file; True: the one beside it, if there is one
+    mmproj: Path | bool = True
 
     @property
     def stored(self) -> bool:
@@ -113,7 +115,8 @@ class Opened:
     @classmethod
     def of(cls, path: Path, options: LoadOptions) -> Opened:
         """Raises ConfigError."""
-        checkpoint, config = open_model(path, options.stored, keep=options.cache_weights)
+        mmproj = options.images and options.mmproj
+        checkpoint, config = open_model(path, options.stored, keep=options.cache_weights, mmproj=mmproj)
         dtype, family = choose_dtype(config, options.dtype, options.device), _family(config, options)
         reason = "" if family else "asked for" if options.force_transformers else why_not_own(config)
         blocks = _blocks(config, family, options.block_size)
@@ -159,7 +162,8 @@ class Opened:
         check_quantization(options.quantization, None, architecture)
         if options.cache_weights:
             check_cache_weights(None, "auto", architecture)
-        if not isinstance(self.checkpoint, Directory):
+        whole = self.checkpoint.whole if isinstance(self.checkpoint, TextPart) else self.checkpoint
+        if not isinstance(whole, Directory):
             raise ConfigError(f"model: of {architecture}, GGUF files cannot be loaded ({reason})")
         if options.stored and getattr(self.config, "quantization_config", None) is not None:
             raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
@@ -267,7 +271,10 @@ def _vision(
         return None, "the text model is computed by transformers"
     if not options.images:
         return None, "images is False"
-    return vision_part(checkpoint, stored=options.stored)
+    vision, reason = vision_part(checkpoint, stored=options.stored)
+    if vision is None and isinstance(options.mmproj, Path):
+        raise ConfigError(f"mmproj: {options.mmproj.name} is of no use: {reason}")
+    return vision, reason
 
 
 def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | None:
@@ -278,11 +285,19 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
     return None
 
 
-def open_model(path: Path, stored: bool, *, keep: bool = False) -> tuple[Checkpoint, Any]:
-    """A checkpoint and its config; of a wrapper, those of its text model. ``keep``: what was read is kept for
-    later starts. Raises ConfigError."""
-    checkpoint = open_checkpoint(path)
-    kept = KeptFiles(path) if keep else None
+def open_model(
+    path: Path, stored: bool, *, keep: bool = False, mmproj: Path | bool = False
+) -> tuple[Checkpoint, Any]:
+    """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError.
+
+    Args:
+        stored: its weights are to be read.
+        keep: what was read is kept for later starts.
+        mmproj: see :class:`~aioinfer.checkpoint.files.GGUFCheckpoint`.
+    """
+    checkpoint = open_checkpoint(path, mmproj)
+    # What is kept belongs to one path.
+    kept = KeptFiles(path) if keep and not has_mmproj(checkpoint) else None
     config = found_or_made(kept, "config", KeptConfig, lambda: _read_config(checkpoint), KeptConfig.record_of)
     inner, config = text_part(checkpoint, config, stored=stored)
     return with_head(inner, config, LANGUAGE_MODELS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioinfer.checkpoint.files import Checkpoint, Directory
+from aioinfer.checkpoint.files import Checkpoint, Directory, GGUFCheckpoint
 from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
@@ -100,16 +100,16 @@ def text_part(checkpoint: Checkpoint, config: Any, *, stored: bool) -> tuple[Che
     """
     architecture = config.architectures[0]
     wrapper = WRAPPERS.get(architecture)
-    if wrapper is None or not isinstance(checkpoint, Directory):
+    if wrapper is None or not isinstance(checkpoint, (Directory, GGUFCheckpoint)):
         return checkpoint, config
     text, stated = getattr(config, "text_config", None), checkpoint.config()
     if text is None:
         raise ConfigError(f"model: the config of {checkpoint.path.name} has no text_config")
-    quantisation = checkpoint.quantisation()
+    quantisation = checkpoint.quantisation() if isinstance(checkpoint, Directory) else None
     if quantisation is None:
         quantisation = (stated.get("text_config") or {}).get("quantization_config")
     inner = _config(config, text, wrapper, quantisation)
-    part = TextPart(checkpoint.path, config, wrapper, inner, quantisation, stored=stored)
+    part = TextPart(checkpoint, config, wrapper, inner, quantisation, stored=stored)
     # Some configs say so of a head of its own; transformers believes the weights, too.
     inner.tie_word_embeddings = bool(inner.tie_word_embeddings) and not (stored and part.has_own_head())
     return part, inner
@@ -152,12 +152,12 @@ def _config(outer: Any, text: Any, wrapper: Wrapper, quantisation: Any) -> Any:
         raise ConfigError(f"model: the text_config cannot be used: {error}") from error
 
 
-class TextPart(Directory):
-    """The directory of a wrapper as that of its text model."""
+class TextPart(Checkpoint):
+    """The checkpoint of a wrapper as that of its text model."""
 
     def __init__(
         self,
-        path: Path,
+        whole: Directory | GGUFCheckpoint,
         outer: Any,
         wrapper: Wrapper,
         config: Any,
@@ -166,7 +166,9 @@ class TextPart(Directory):
         stored: bool,
     ) -> None:
         """``config``: of the text model; ``stored``: the weights are to be read."""
-        super().__init__(path)
+        self.path: Path = whole.path
+        #: with all parts
+        self.whole = whole
         #: the config of the whole model
         self.outer = outer
         self.architecture: str = outer.architectures[0]
@@ -179,10 +181,25 @@ class TextPart(Directory):
         """The part that is loaded, in words for the user; with an encoder of images if that has tensors of
         such names, see :func:`other_tensors`. Raises ConfigError."""
         found = f"text{' and images' if prefixes else ' part'} of {self.architecture}"
-        if not self._stored:
+        if not self._stored or isinstance(self.whole, GGUFCheckpoint):
             return found
         unread = self._text.unread - len(other_tensors(self._files, prefixes, renames).names)
         return f"{found}; {unread} tensors of other parts are not read" if unread else found
+
+    def config(self) -> dict[str, Any]:
+        return self.whole.config()
+
+    def generation_config(self) -> dict[str, Any]:
+        return self.whole.generation_config()
+
+    def tokenizer(self) -> Any | None:
+        return self.whole.tokenizer()
+
+    def processor(self) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        return self.whole.processor()
+
+    def files(self) -> list[Path]:
+        return self.whole.files()
 
     def tensors(self) -> Tensors:
         return self._tensors
@@ -191,6 +208,9 @@ class TextPart(Directory):
         """The tensors of another part; see :func:`other_tensors`. Raises ConfigError."""
         from aioinfer.checkpoint.formats import NothingQuantised
 
+        if isinstance(self.whole, GGUFCheckpoint):
+            assert self.whole.mmproj is not None
+            return self.whole.mmproj.tensors()
         found = other_tensors(self._files, prefixes, renames)
         try:
             return self._as_quantised(found)
@@ -211,7 +231,8 @@ class TextPart(Directory):
 
     @cached_property
     def _files(self) -> Tensors:
-        return SafetensorsTensors(self.path)
+        whole = self.whole
+        return whole.tensors() if isinstance(whole, GGUFCheckpoint) else SafetensorsTensors(self.path)
 
     @cached_property
     def _text(self) -> _TextTensors:

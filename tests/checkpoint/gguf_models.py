@@ -75,8 +75,8 @@ def write_gguf(
 ) -> dict[str, torch.Tensor]:
     """A checkpoint with its matrices in a type that the package can make; returns its tensors as they were.
 
-    ``more``: numbers and texts of the metadata; ``further``: tensors; ``fused``: tensors are joined that the
-    converter can join.
+    ``more``: numbers, texts and lists of the metadata; ``further``: tensors; ``fused``: tensors are joined
+    that the converter can join.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -88,7 +88,9 @@ def write_gguf(
         _add_rope(writer, config)
         _add_windows(writer, config, architecture)
     for name, value in (more or {}).items():
-        if isinstance(value, float):
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        elif isinstance(value, float):
             writer.add_float32(name, value)
         else:
             writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
