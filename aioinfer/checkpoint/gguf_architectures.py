@@ -1,7 +1,7 @@
 """The architectures of GGUF files that are read: what each adds to the config, and how it stores weights.
 
-llama (and Mistral, which converts to it), qwen2, qwen3, qwen3moe, gemma, gemma2, gemma3 (text), smollm3,
-olmo2 (and OLMo 3, which converts to it), glm4, phi3, gpt2.
+llama (and Mistral, which converts to it), qwen2, qwen3, qwen3moe, qwen3vl (text), gemma, gemma2, gemma3
+(text), smollm3, olmo2 (and OLMo 3, which converts to it), glm4, phi3, gpt2.
 Defaults of metadata that a file leaves out are those of llama.cpp, which its converter relies on:
 https://github.com/ggml-org/llama.cpp/tree/master/src/models
 """
@@ -275,6 +275,8 @@ _ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, neighbours=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", lambda _: _QWEN2),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", lambda _: _QWEN3),
+    # In a text all positions of M-RoPE are the same, and so it is Qwen3.
+    "qwen3vl": Architecture("qwen3", "Qwen3ForCausalLM", lambda _: _QWEN3),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norms_plus_one=True),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norms_plus_one=True),

@@ -30,8 +30,9 @@ _SLICE = 1 << 22
 class StoredTensors(Tensors):
     """Tensors as they lie in a GGUF file; blocks of 4 to 8 bits keep their numbers."""
 
-    def __init__(self) -> None:
-        self._stored: dict[str, StoredTensor] = {}
+    def __init__(self, stored: dict[str, StoredTensor]) -> None:
+        """``stored``: by their names."""
+        self._stored = stored
 
     @property
     def names(self) -> Collection[str]:
@@ -78,7 +79,7 @@ class GGUFTensors(StoredTensors):
 
     def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
         """``heads`` and ``kv_heads``: of queries and keys."""
-        super().__init__()
+        super().__init__({})
         architecture = architecture_of(file)
         self._heads: dict[str, int] = {}
         self._norms_plus_one, self._transposed = architecture.norms_plus_one, architecture.transposed

@@ -27,6 +27,7 @@ _ARCHITECTURES = {
     **{name: name for name in _SAME},
     "mistral": "llama",
     "qwen3_moe": "qwen3moe",
+    "qwen3_vl_text": "qwen3vl",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
 }

@@ -36,6 +36,7 @@ _RELEASED = {
         ".lambda_2": ".lambda_2.weight",
         ".position_embeddings": ".position_embeddings.weight",
     },
+    "Qwen3VLForConditionalGeneration": {},
 }
 #: mean and deviation of colours where a processor's settings do not say
 _LEVELS = {"InternVLForConditionalGeneration": (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)}
@@ -69,7 +70,10 @@ def _write_text(folder: Path, target: Path, kind: str, lacking: str) -> None:
         if prefix is not None:
             found[_TEXTS[prefix] + name.removeprefix(prefix)] = tensor
     save_file(found, inner / "model.safetensors")
-    write_gguf(inner, target, kind, more=_vocabulary(folder, lacking))
+    more = _vocabulary(folder, lacking)
+    if sections := stated["rope_parameters"].get("mrope_section"):
+        more["qwen3vl.rope.dimension_sections"] = [*sections, 0]
+    write_gguf(inner, target, kind, more=more)
 
 
 def _tensors(folder: Path) -> dict[str, Any]:
@@ -105,7 +109,8 @@ def mmproj_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     config = json.loads((folder / "config.json").read_text())
     settings = json.loads((folder / "preprocessor_config.json").read_text())
     vision, architecture = config["vision_config"], config["architectures"][0]
-    image, patch = _first(vision["image_size"]), _first(vision["patch_size"])
+    patch = _first(vision["patch_size"])
+    image = _first(vision.get("image_size") or round(vision["num_position_embeddings"] ** 0.5) * patch)
     keys: Any = gguf.Keys.ClipVision
     mean, std = _LEVELS.get(architecture, ([0.5] * 3, [0.5] * 3))
     metadata = {
@@ -115,9 +120,9 @@ def mmproj_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         keys.PATCH_SIZE: patch,
         keys.EMBEDDING_LENGTH: vision["hidden_size"],
         keys.FEED_FORWARD_LENGTH: vision["intermediate_size"],
-        keys.BLOCK_COUNT: vision["num_hidden_layers"],
-        keys.Attention.HEAD_COUNT: vision["num_attention_heads"],
-        keys.Attention.LAYERNORM_EPS: vision["layer_norm_eps"],
+        keys.BLOCK_COUNT: vision.get("num_hidden_layers") or vision["depth"],
+        keys.Attention.HEAD_COUNT: vision.get("num_attention_heads") or vision["num_heads"],
+        keys.Attention.LAYERNORM_EPS: vision.get("layer_norm_eps", 1e-6),
         keys.IMAGE_MEAN: settings.get("image_mean", mean),
         keys.IMAGE_STD: settings.get("image_std", std),
         keys.USE_GELU: True,
@@ -126,6 +131,16 @@ def mmproj_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if architecture == "Gemma3ForConditionalGeneration":
         side = int(config["mm_tokens_per_image"] ** 0.5)
         metadata |= {projector: "gemma3", scale: image // patch // side}
+    elif architecture == "Qwen3VLForConditionalGeneration":
+        marked = [layer in vision["deepstack_visual_indexes"] for layer in range(vision["depth"])]
+        metadata |= {projector: "qwen3vl_merger", keys.SPATIAL_MERGE_SIZE: vision["spatial_merge_size"]}
+        metadata |= {keys.IS_DEEPSTACK_LAYERS: marked}
+        # Not written by the converter: here they are not those of releases.
+        edges = settings["size"]
+        metadata |= {
+            keys.IMAGE_MIN_PIXELS: edges["shortest_edge"],
+            keys.IMAGE_MAX_PIXELS: edges["longest_edge"],
+        }
     elif architecture == "InternVLForConditionalGeneration":
         tiles = {
             keys.PREPROC_MIN_TILES: settings["min_patches"],
@@ -135,7 +150,8 @@ def mmproj_parts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         longest = {keys.PREPROC_IMAGE_SIZE: settings["size"]["longest_edge"]}
         metadata |= {projector: "idefics3", scale: config["scale_factor"], **longest}
-    return metadata, _placed(folder, architecture, vision["num_hidden_layers"])
+    deep = vision.get("deepstack_visual_indexes", [])
+    return metadata, _placed(folder, architecture, metadata[keys.BLOCK_COUNT], deep)
 
 
 def _first(size: Any) -> int:
@@ -143,11 +159,28 @@ def _first(size: Any) -> int:
     return found
 
 
-def _placed(folder: Path, architecture: str, layers: int) -> dict[str, Any]:
+def _of_qwen(name: str, values: Any, names: Any, deep: list[int]) -> dict[str, Any]:
+    """A tensor of Qwen3-VL, some of which the converter names by itself, or cuts."""
+    end = name.rpartition(".")[2]
+    if name == "visual.patch_embed.proj.weight":
+        return {f"v.patch_embd.weight{second}": values[:, :, at] for at, second in enumerate(("", ".1"))}
+    if name.startswith("visual.deepstack_merger_list."):
+        _, _, number, part, _ = name.split(".")
+        return {f"v.deepstack.{deep[int(number)]}.{part.removeprefix('linear_')}.{end}": values}
+    for ours, theirs in {"linear_fc1": "mm.0", "linear_fc2": "mm.2", "norm": "v.post_ln"}.items():
+        if name.startswith(f"visual.merger.{ours}"):
+            return {f"{theirs}.{end}": values}
+    return {names.get_name(name, (".weight", ".bias")): values}
+
+
+def _placed(folder: Path, architecture: str, layers: int, deep: list[int]) -> dict[str, Any]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(layers, 4))  # of projectors, too
-    found = {}
+    found: dict[str, Any] = {}
     for name, tensor in _tensors(folder).items():
         if name.startswith(tuple(_TEXTS)) or ".head." in name:
+            continue
+        if architecture.startswith("Qwen3VL"):
+            found |= _of_qwen(name, tensor.float().numpy(), names, deep)
             continue
         released = name
         for ours, theirs in _RELEASED[architecture].items():

@@ -22,6 +22,7 @@ from tests.checkpoint.mmproj_models import MODEL, PAIRED, mmproj_parts, write_pa
 from tests.images.checkpoints import picture, smolvlm
 from tests.images.gemma import gemma3
 from tests.images.internvl_models import internvl
+from tests.images.qwen_models import qwen
 from tests.images.towers import features
 from tests.model.harness import load
 from tests.tiers import SECONDS, rest
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "idefics3": partial(smolvlm, family="Idefics3"),
     "gemma3": gemma3,
     "internvl": internvl,
+    "qwen3vl": qwen,
 }
 SIZES = [(96, 40), (17, 33), (64, 64)]
 
