@@ -95,8 +95,9 @@ def oracle_features(model: Any, arguments: dict[str, Any]) -> torch.Tensor:
         found = model.model.get_image_features(**arguments, return_dict=True)
     pooled = found.pooler_output
     main = torch.cat([*pooled]) if isinstance(pooled, (list, tuple)) else pooled.flatten(0, -2)
-    deep = getattr(found, "deepstack_features", None) or ()
-    return torch.stack([main, *(torch.cat(each) for each in deep)])
+    # Older releases do not split them by image.
+    deep = [torch.cat([*each]).view_as(main) for each in getattr(found, "deepstack_features", None) or ()]
+    return torch.stack([main, *deep])
 
 
 def features(encoder: Any, pixels: dict[str, Any]) -> torch.Tensor:
