@@ -99,8 +99,9 @@ class Decoder:
             scale = self._scale(layer, batch)
             if not isinstance(scale, float) or scale != 1.0:
                 hidden, delta = (hidden + delta) * scale, None
-            if batch.features is not None:
-                batch.features.add(hidden, index)
+            if batch.features is not None and index + 1 < len(batch.features.vectors):
+                hidden, delta = hidden if delta is None else hidden + delta, None
+                hidden.index_add_(0, batch.features.rows, batch.features.vectors[index + 1])
         if batch.hidden_rows is not None:
             batch.hidden = self._last_norm(hidden, delta, batch.hidden_rows).float()
         if not len(batch.logits_rows):

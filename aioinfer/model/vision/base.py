@@ -43,8 +43,3 @@ class Features:
     rows: torch.Tensor
     #: [1 + deep, F, hidden]; see :meth:`Encoder.end`
     vectors: torch.Tensor
-
-    def add(self, hidden: torch.Tensor, layer: int) -> None:
-        """Add to the residual [T, hidden] what follows a layer, in place."""
-        if layer + 1 < len(self.vectors):
-            hidden.index_add_(0, self.rows, self.vectors[layer + 1])

@@ -88,7 +88,6 @@ struct Embedding {
   }
 };
 
-// The inputs and the output of a step; see aioinfer.model.batch.Batch.
 // Vectors of images, which stand in place of those of tokens, and what is added to the residual behind the first layers.
 template <class T>
 struct ImageFeatures {
@@ -98,6 +97,7 @@ struct ImageFeatures {
   int64_t deep;
 };
 
+// The inputs and the output of a step; see aioinfer.model.batch.Batch.
 template <class T>
 struct StepInput {
   const int64_t* ids;  // [tokens]
