@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,8 @@ from aioinfer.cli.flags import COMMON, read_settings
 from aioinfer.cli.main import _parser, main
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
+from aioinfer.testing import FakeEngine
+from tests.server.pictures import picture
 from tests.tiers import PROGRAM, SECONDS, rest
 
 #: of a start for which there are no kernels yet
@@ -188,3 +191,25 @@ def test_help_names_values_and_defaults(capsys: pytest.CaptureFixture[str]) -> N
     assert "(auto|triton|flashinfer|native|sdpa; default: auto)" in shown
     assert "(default: false)" in shown
     assert "(default: 64)" in shown
+
+
+def test_an_image_is_given_with_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    engines = []
+
+    async def own_engine(options: Any) -> FakeEngine:
+        engine = FakeEngine("Red.", images=True)
+        await engine.start()
+        engines.append(engine)
+        return engine
+
+    monkeypatch.setattr(sys.modules["aioinfer.cli.main"], "own_engine", own_engine)
+    image = tmp_path / "red.png"
+    image.write_bytes(picture("red"))
+    assert main(["generate", "Which colour?", "--image", str(image), "--image", str(image)]) == 0
+    assert capsys.readouterr().out == "Red.\n"
+    assert engines[0].requests[0].prompt == "user: <image><image>Which colour?\nassistant: "
+    assert main(["generate", "Which colour?", "--image", str(image), "--raw"]) != 0
+    assert main(["generate", "Which colour?", "--image", str(tmp_path / "no.png")]) != 0
+    assert "no.png" in capsys.readouterr().err
