@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from aioinfer.checkpoint.mmproj_file import MmprojFile
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, shown
 
 __all__ = ["FAMILIES", "Family"]
 
@@ -234,6 +234,11 @@ class _Qwen3VL(Family):
 
     def text(self, file: MmprojFile) -> Fields:
         sections = file.text.value("qwen3vl.rope.dimension_sections", list)[:3]
+        if (
+            not all(isinstance(each, int) for each in sections)
+            or 2 * sum(sections) != file.text_config["head_dim"]
+        ):
+            raise ConfigError(f"model: qwen3vl.rope.dimension_sections of the GGUF file is {shown(sections)}")
         rope = {**file.text_config["rope_parameters"], "mrope_section": sections, "mrope_interleaved": True}
         return {**file.text_config, "model_type": "qwen3_vl_text", "rope_parameters": rope}
 

@@ -13,7 +13,6 @@ import torch
 from transformers import AutoTokenizer
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
-from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.checkpoint.files import Directory
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.images.processor import ImageProcessor
@@ -23,7 +22,6 @@ from tests.images.checkpoints import lfm2_vl, picture
 from tests.images.lfm2_processor import processor_class, theirs
 from tests.images.towers import features, oracle_features
 from tests.model.harness import load
-from tests.tiers import SECONDS, rest
 
 __all__ = ["processor_class"]
 
@@ -110,31 +108,3 @@ def test_a_processor_that_does_not_fit_is_one_error(
     file.write_text(json.dumps(stated))
     with pytest.raises(ConfigError, match=said):
         opened(tmp_path)
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("chunk", [7, 64])
-async def test_greedy_ids_are_those_of_transformers(tmp_path: Path, processor_class: Any, chunk: int) -> None:
-    oracle = lfm2_vl(tmp_path)
-    settings = json.loads((tmp_path / "processor_config.json").read_text())["image_processor"]
-    config = EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", chunk_size=chunk)
-    async with Engine(config) as engine:
-
-        async def answer(sizes: list[tuple[int, int]]) -> None:
-            content: list[dict[str, Any]] = [{"type": "text", "text": "What is "}]
-            for size in sizes:
-                content += [{"type": "image", "image": picture(*size)}, {"type": "text", "text": " beside "}]
-            params = SamplingParams(max_tokens=6, temperature=0.0)
-            found = (await engine.chat([{"role": "user", "content": content}], params)).result
-            arrays = [theirs(processor_class, np.array(picture(*size)), settings) for size in sizes]
-            stacked = {
-                name: torch.cat([each[name] for each in arrays])
-                for name in ("pixel_values", "spatial_shapes", "pixel_attention_mask")
-                if arrays
-            }
-            prompt = torch.tensor([shown(found.prompt_token_ids, oracle.config.image_token_id)])
-            ids = oracle.generate(prompt, **stacked, do_sample=False, max_new_tokens=6)
-            assert found.token_ids == ids[0, prompt.shape[1] :].tolist()
-
-        for sizes in ([(64, 64)], [(20, 30), (90, 50)], [(90, 50), (20, 30)], [], [(20, 30), (20, 30)]):
-            await answer(sizes)
