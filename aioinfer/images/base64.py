@@ -42,7 +42,7 @@ def _malformed(part: str, at: int, last: bool, field: str) -> InvalidRequest:
         what = (
             f"its {at + len(part)} characters are no whole groups of four: it is cut off, or padded wrongly"
         )
-        return InvalidRequest(field, f"is no base64: {what}")
+        return InvalidRequest(field, f"is not base64: {what}")
     found, where = other[0], f"at character {at + other.start()}"
     what = "white space" if found.isspace() else _NAMES.get(found, shown(found))
-    return InvalidRequest(field, f"is no base64: {what} {where}")
+    return InvalidRequest(field, f"is not base64: {what} {where}")
