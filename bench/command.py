@@ -34,6 +34,7 @@ BENCHES = {
     "threads": "one LLM that several threads call: sums per second beside those of one thread, wrong ones",
     "embed": "embeddings against plain prefill, and chats beside embeddings",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
+    "images": "chats about images on a CPU, beside transformers and llama.cpp: first tokens, the cache",
     "constraints": "grammars on a diffusion model: speed at equal tokens per round, rounds, the guides",
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device",
     "parallel": "several engines as one: policies, cost of the dispatcher, failover",
