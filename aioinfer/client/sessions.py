@@ -154,7 +154,7 @@ class Session:
     def token_ids(self) -> tuple[int, ...]:
         """Prompts and outputs of all turns that have ended, stop tokens included. Of a chat: the prompt of
         the last turn, as the template made it, and its output."""
-        processor = image_processor(self._engine.tokenizer)
+        processor = image_processor(self._service.tokenizer)
         ids = self._state.token_ids
         return tuple(ids if processor is None else shown_ids(ids, processor.token_id))
 
@@ -243,7 +243,7 @@ class Session:
         is not known which ids its calls of tools have.
         """
         state = self._ready_chat()
-        given = _messages(messages, image_limits(self._engine.tokenizer))
+        given = _messages(messages, image_limits(self._service.tokenizer))
         usual = dict(self._usual)
         if tools is not None:
             usual["tools"] = tools

@@ -108,7 +108,7 @@ class ThreadsafeEngine:
             parallel_tool_calls=parallel_tool_calls,
             response_format=response_format,
             chat_template_kwargs=chat_template_kwargs,
-            limits=image_limits(self._engine.tokenizer),
+            limits=image_limits(self.serving.tokenizer),
         )
         try:
             source = self.serving.source(asked.messages, asked.template_kwargs)
