@@ -1,13 +1,14 @@
 """``python -m bench images``: chats about images on a CPU, beside transformers and llama.cpp's mtmd.
 
-The model has random weights in the shape of SmolVLM2-256M, in bfloat16. A prompt is an image of 512 x 512
-pixels (one tile: 1,024 patches, 64 positions) and a question of 32 tokens; the time is that from the pixels to
-the first tokens of all prompts of a run. Engines take turns within a round, each in a process of its own, which
-is stopped while others compute; ``ratio`` is the median of the rounds' ratios to this engine.
+The model has random weights in the shape of SmolVLM2-256M, in bfloat16. A prompt is an image of 1024 x 512
+pixels (two tiles and a third one of the whole: 3,072 patches, 192 positions) and a question of 32 tokens; the
+time is that from the pixels to the first tokens of all prompts of a run. Engines take turns within a round,
+each in a process of its own, which is stopped while others compute; ``ratio`` is the median of the rounds'
+ratios to this engine.
 
 ``again`` is a second question about the image of the run before, which is in the prefix cache. ``text`` is a
-question without an image, with the encoder loaded and without. llama.cpp's weights are those of the checkpoint,
-but for an order of rows that costs nothing.
+question without an image, with the encoder loaded and without. llama.cpp's weights are those of the
+checkpoint, but for an order of rows that costs nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _CONFIG: dict[str, Any] = {
     "scale_factor": 4,
 }  # fmt: skip
 _PROCESSOR: dict[str, Any] = {
-    "image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False,
-    "size": {"longest_edge": 512}, "max_image_size": {"longest_edge": 512},
+    "image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": True,
+    "size": {"longest_edge": 1024}, "max_image_size": {"longest_edge": 512},
 }  # fmt: skip
 _ADAPTERS = {
     "aioinfer": ("aioinfer_images", None, {}),
@@ -158,6 +159,7 @@ def _make(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<end>", "<image>", "<fake_token_around_image>", "<global-img>"]
+    special += ["<row_1_col_1>", "<row_1_col_2>"]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     fast.chat_template = (
@@ -193,12 +195,12 @@ def _convert(folder: Path) -> None:
 
     for token, at in Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab().items():
         letters[at] = token
-    letters[256 + 10] = letters[0] + letters[1]
+    letters[300] = "ĊĊ"  # of which llama.cpp wants a token
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(letters)
-    writer.add_token_types([1] * 256 + [3] * 4 + [1] * (len(letters) - 260))
-    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_token_types([1] * 256 + [3] * 6 + [1] * (len(letters) - 262))
+    writer.add_token_merges(["Ċ Ċ"])
     images: Any = gguf.GGUFWriter(str(folder / "mmproj.gguf"), "clip")
     keys: Any = gguf.Keys.ClipVision
     images.add_bool(gguf.Keys.Clip.HAS_VISION_ENCODER, True)
@@ -210,7 +212,7 @@ def _convert(folder: Path) -> None:
         (keys.FEED_FORWARD_LENGTH, vision["intermediate_size"]),
         (keys.BLOCK_COUNT, vision["num_hidden_layers"]),
         (keys.Attention.HEAD_COUNT, vision["num_attention_heads"]),
-        (keys.Projector.SCALE_FACTOR, _CONFIG["scale_factor"]), (keys.PREPROC_IMAGE_SIZE, 512),
+        (keys.Projector.SCALE_FACTOR, _CONFIG["scale_factor"]), (keys.PREPROC_IMAGE_SIZE, 1024),
     ):  # fmt: skip
         images.add_uint32(key, number)
     images.add_float32(keys.Attention.LAYERNORM_EPS, 1e-6)

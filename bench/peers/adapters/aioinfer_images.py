@@ -1,5 +1,7 @@
-"""aioinfer: chats about images. A prompt is the number of an image, or -1, and that of a question. Options are
-settings of the engine."""
+"""aioinfer: chats about images. A prompt is the number of an image, or -1, and that of a question.
+
+Options are settings of the engine.
+"""
 
 from __future__ import annotations
 

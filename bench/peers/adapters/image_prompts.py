@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-#: pixels of a side
-SIDE = 512
+WIDTH, HEIGHT = 1024, 512
 #: characters of a question
 QUESTION = 32
 
 
 def picture(number: int) -> Any:
-    """uint8 [512, 512, 3]: what the processor of the model neither resizes nor cuts."""
+    """uint8 [height, width, 3]."""
     import numpy as np
 
-    return np.random.default_rng(number).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+    return np.random.default_rng(number).integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
 
 
 def question(number: int) -> str:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.peers.adapters.image_prompts import SIDE, picture, question
+from bench.peers.adapters.image_prompts import HEIGHT, WIDTH, picture, question
 from bench.peers.adapters.protocol import Settings, serve
 
 
@@ -40,7 +40,7 @@ class LlamaCpp:
 
         mtmd, llama = self._mtmd, self._llama
         data = picture(image).tobytes()
-        bitmap = mtmd.mtmd_bitmap_init(SIDE, SIDE, (ctypes.c_uint8 * len(data)).from_buffer_copy(data))
+        bitmap = mtmd.mtmd_bitmap_init(WIDTH, HEIGHT, (ctypes.c_uint8 * len(data)).from_buffer_copy(data))
         text = mtmd.mtmd_input_text()
         written = (mtmd.mtmd_default_marker().decode() + question(number)).encode()
         text.text, text.text_len, text.add_special, text.parse_special = written, len(written), False, True
@@ -50,20 +50,34 @@ class LlamaCpp:
                 raise RuntimeError("the prompt was not tokenized")
             llama.reset()
             llama._ctx.kv_cache_clear()
-            end = llama_cpp.llama_pos(0)
-            failed = mtmd.mtmd_helper_eval_chunks(
-                self._context, llama._ctx.ctx, chunks, llama_cpp.llama_pos(0), llama_cpp.llama_seq_id(0),
-                512, True, ctypes.byref(end),
-            )  # fmt: skip
-            if failed:
-                raise RuntimeError("the prompt was not computed")
-            self.positions = end.value
+            for at in range(mtmd.mtmd_input_chunks_size(chunks)):
+                self._chunk(mtmd.mtmd_input_chunks_get(chunks, at))
             logits = llama_cpp.llama_get_logits_ith(llama._ctx.ctx, -1)
             assert new_tokens == 1, "it is the time to the first token"
             return [max(range(llama.n_vocab()), key=logits.__getitem__)]
         finally:
             mtmd.mtmd_input_chunks_free(chunks)
             mtmd.mtmd_bitmap_free(bitmap)
+
+    def _chunk(self, chunk: Any) -> None:
+        """Compute tokens, or a tile."""
+        import llama_cpp
+
+        mtmd, llama, count = self._mtmd, self._llama, ctypes.c_size_t()
+        if mtmd.mtmd_input_chunk_get_type(chunk) == mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
+            tokens = mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+            if llama_cpp.llama_decode(llama._ctx.ctx, llama_cpp.llama_batch_get_one(tokens, count.value)):
+                raise RuntimeError("a text was not computed")
+            llama.n_tokens += count.value
+            return
+        end = llama_cpp.llama_pos(0)
+        start, sequence = llama_cpp.llama_pos(llama.n_tokens), llama_cpp.llama_seq_id(0)
+        context = llama._ctx.ctx
+        if mtmd.mtmd_helper_eval_chunk_single(
+            self._context, context, chunk, start, sequence, 512, False, ctypes.byref(end)
+        ):
+            raise RuntimeError("a tile was not computed")
+        llama.n_tokens = end.value
 
 
 if __name__ == "__main__":
