@@ -156,7 +156,7 @@ def mmproj_beside(path: Path) -> Path | None:
     """The file with the image encoder beside a GGUF file, by its name; None: there is none. Raises
     ConfigError if there are several."""
     found = sorted(file for file in path.parent.glob("*.gguf") if "mmproj" in file.name.lower())
-    found = [file for file in found if file.name != path.name]
+    found = [file for file in found if file.name != path.name and file.is_file()]
     if len(found) > 1:
         names = ", ".join(file.name for file in found)
         raise ConfigError(f"mmproj: there are several beside {path.name}, name one: {names}")

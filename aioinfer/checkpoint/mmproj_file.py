@@ -31,6 +31,8 @@ class MmprojFile:
     def __init__(self, path: Path, text: GGUFFile) -> None:
         """``text``: of the text model."""
         self.path = path
+        if not path.is_file():  # a pipe would keep its reader
+            raise ConfigError(f"mmproj: there is no file {path}")
         try:
             self.file = GGUFFile(path)
         except ConfigError as error:
@@ -96,7 +98,7 @@ class MmprojFile:
         tokens, kinds = self._tokens, self.text.metadata.get(_KINDS, [])
         if text in tokens:
             return
-        unused = [at for at, token in enumerate(tokens) if _UNUSED.fullmatch(token)]
+        unused = [at for at, token in enumerate(tokens) if _UNUSED.fullmatch(str(token))]
         if not unused:
             raise NotItsEncoder(f"mmproj: the vocabulary of the GGUF file has no token {text}")
         tokens[unused[-1]] = text
