@@ -36,7 +36,9 @@ class AioInfer:
         params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
 
         async def gather() -> list[Any]:
-            return await asyncio.gather(*(self._engine.generate(_chat(*each), params) for each in prompts))
+            return await asyncio.gather(
+                *(self._engine.generate(_chat(image, number), params) for image, number in prompts)
+            )
 
         return [list(result.token_ids) for result in self._runner.run(gather())]
 

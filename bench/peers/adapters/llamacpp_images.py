@@ -33,7 +33,7 @@ class LlamaCpp:
         return {"llama-cpp-python": version("llama-cpp-python")}
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        return [self._one(*each, new_tokens) for each in prompts]
+        return [self._one(image, number, new_tokens) for image, number in prompts]
 
     def _one(self, image: int, number: int, new_tokens: int) -> list[int]:
         import llama_cpp
