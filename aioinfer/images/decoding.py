@@ -20,6 +20,15 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
 #: begins a scan of a JPEG file; each is decoded over all of its pixels
 _SCAN = b"\xff\xda"
 _MAX_SCANS = 100
+#: segments of a JPEG file in front of its pixels; Pillow keeps each as an object
+_MAX_SEGMENTS = 4096
+#: bytes of EXIF data, as a segment has at most. Entries may overlap: Pillow before 13 takes up to the square
+#: of these bytes, and any release joins segments one by one.
+_MAX_EXIF = 1 << 16
+#: markers of JPEG without a length
+_ALONE = frozenset([0x00, 0xC8, *range(0xD0, 0xDA), *range(0xF0, 0xFE)])
+#: where Pillow has the EXIF data of a file
+_EXIF = ("exif", "Raw profile type exif")
 #: What several pictures in a file are in time. Cameras put further ones, such as a preview, into JPEG files.
 _MOVING = frozenset({"GIF", "PNG", "WEBP"})
 #: what decoding and resizing take of the memory for a pixel, roughly; and images for which nobody asks
@@ -40,19 +49,46 @@ def decoded(source: ImageSource, limits: ImageLimits, field: str) -> Image:
         found: Image = images.frombytes("RGB", source.size, source.data)
         return found
     limits.check_bytes(len(source.data), field)
+    if source.data.startswith(b"\xff\xd8"):
+        _check_jpeg(source.data, field)
     try:
         with images.open(io.BytesIO(source.data), formats=FORMATS) as image:
             limits.check_size(image.size, field)
             _check_memory(image.size)
-            if image.format == "JPEG" and source.data.count(_SCAN) > _MAX_SCANS:
-                raise InvalidRequest(field, f"the image has more than {_MAX_SCANS} scans")
-            if image.format in _MOVING and getattr(image, "n_frames", 1) > 1:
+            if image.format in _MOVING and getattr(image, "is_animated", False):
                 raise InvalidRequest(field, "the image is animated: give one picture of it")
+            image.load()  # behind the pixels of a PNG file may be more
+            if any(len(image.info.get(name, "")) > _MAX_EXIF for name in _EXIF):
+                raise _too_much_exif(field)
             return upright(image)
     except (InvalidRequest, Rejected):
         raise
     except Exception as error:  # any kind: a file can be anything
         raise InvalidRequest(field, f"the image cannot be decoded: {_told(error)}") from error
+
+
+def _check_jpeg(data: bytes, field: str) -> None:
+    """Raise InvalidRequest for a JPEG file whose head alone costs Pillow much, or with too many scans."""
+    if data.count(_SCAN) > _MAX_SCANS:
+        raise InvalidRequest(field, f"the image has more than {_MAX_SCANS} scans")
+    at = segments = exif = 0
+    while (at := data.find(b"\xff", at)) >= 0 and (marker := data[at + 1 : at + 2]) not in (b"", _SCAN[1:]):
+        if marker == b"\xff" or marker[0] in _ALONE:
+            at += 1 + (marker != b"\xff")
+            continue
+        size = max(2, int.from_bytes(data[at + 2 : at + 4]))
+        if data.startswith(b"\xff\xe1", at) and data.startswith(b"Exif\0\0", at + 4):
+            exif += size
+        if exif > _MAX_EXIF:
+            raise _too_much_exif(field)
+        segments += 1
+        if segments > _MAX_SEGMENTS:
+            raise InvalidRequest(field, f"the image has more than {_MAX_SEGMENTS} segments in its head")
+        at += 2 + size
+
+
+def _too_much_exif(field: str) -> InvalidRequest:
+    return InvalidRequest(field, f"the image has more than {_MAX_EXIF} bytes of EXIF data")
 
 
 def _check_memory(size: tuple[int, int]) -> None:

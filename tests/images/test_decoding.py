@@ -107,6 +107,22 @@ def png_head(width: int, height: int, kind: int = 2, bits: int = 8) -> bytes:
 
 GOOD_PNG, GOOD_JPEG = saved(PICTURE, "PNG"), saved(PICTURE, "JPEG")
 NOISE = random.Random(7).randbytes(4000)
+
+
+def head(*segments: tuple[int, bytes]) -> bytes:
+    """A JPEG file with these segments, by the last byte of their markers, in front of all others."""
+    written = [struct.pack(">BBH", 0xFF, marker, len(data) + 2) + data for marker, data in segments]
+    return GOOD_JPEG[:2] + b"".join(written) + GOOD_JPEG[2:]
+
+
+def overlapping(entries: int, size: int) -> bytes:
+    """EXIF data whose entries are all of it, again and again."""
+    listed = b"".join(struct.pack("<HHII", 1000 + number, 7, size, 8) for number in range(entries))
+    data = struct.pack("<2sHIH", b"II", 42, 8, entries) + listed + bytes(4)
+    return data + bytes(8 + size - len(data))
+
+
+EXIF = b"Exif\0\0"
 HOSTILE = {
     "nothing": b"\0",
     "noise": NOISE,
@@ -133,6 +149,18 @@ HOSTILE = {
     "jpeg cut": GOOD_JPEG[: len(GOOD_JPEG) - 40],
     "jpeg with noise": GOOD_JPEG[:20] + NOISE,
     "jpeg of many scans": GOOD_JPEG[:-2] + b"\xff\xda\0\x08\1\1\0\0\x3f\0" * 200 + b"\xff\xd9",
+    "jpeg of many scans in a file of several": saved(PICTURE, "MPO", save_all=True, append_images=[PICTURE])
+    + b"\xff\xda" * 200,
+    "jpeg of many segments": head(*[(0xE5, b"")] * 5000),
+    "jpeg of joined segments": head(*[(0xE1, EXIF + bytes(60_000))] * 2),
+    "jpeg of many joined segments": head((0xE1, EXIF + bytes(60_000)), *[(0xE1, EXIF + b"a")] * 4000),
+    "jpeg of overlapping data": head(
+        *[(0xE1, EXIF + overlapping(60, 120_000)[at:][:60_000]) for at in (0, 60_000)]
+    ),
+    "png of overlapping data": GOOD_PNG[:33] + chunk(b"eXIf", overlapping(60, 120_000)) + GOOD_PNG[33:],
+    "png of overlapping data behind": GOOD_PNG[:-12]
+    + chunk(b"eXIf", overlapping(60, 120_000))
+    + GOOD_PNG[-12:],
     "gif head alone": b"GIF89a\x09\0\x06\0\0\0\0",
     "gif cut": saved(PICTURE, "GIF")[:-30],
     "webp head alone": b"RIFF\x20\0\0\0WEBPVP8 ",
@@ -146,6 +174,36 @@ HOSTILE = {
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_hostile_file_is_one_clear_refusal(data: bytes) -> None:
     assert refused(data).startswith("the image ")
+
+
+def test_what_costs_before_it_is_decoded_is_told() -> None:
+    for name, said in {
+        "jpeg of many scans in a file of several": "more than 100 scans",
+        "jpeg of many segments": "more than 4096 segments",
+        "jpeg of joined segments": "more than 65536 bytes of EXIF data",
+        "jpeg of many joined segments": "more than 65536 bytes of EXIF data",
+        "jpeg of overlapping data": "more than 65536 bytes of EXIF data",
+        "png of overlapping data": "more than 65536 bytes of EXIF data",
+        "png of overlapping data behind": "more than 65536 bytes of EXIF data",
+    }.items():
+        assert said in refused(HOSTILE[name]), name
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff\xff", b"\0ab", b"\xff\0", b"\xff\xd0\xff\xd8", b"\xff\xf0"])
+def test_a_head_is_walked_as_pillow_walks_it(junk: bytes) -> None:
+    """What stands between segments hides none."""
+    large = head((0xE1, EXIF + bytes(60_000)), (0xE1, EXIF + bytes(60_000)))
+    assert "EXIF" in refused(large[:2] + junk + large[2:])
+
+
+def test_only_what_is_in_the_head_of_a_jpeg_file_counts() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    turned = head((0xE1, exif.tobytes()), (0xE1, EXIF + bytes(60_000)))
+    assert np.array_equal(pixels(turned), pixels(GOOD_JPEG)[::-1, ::-1])
+    thumbnails = head(*[(0xED, GOOD_JPEG[:20] + b"\xff\xe1\xff\xff" + EXIF)] * 9)
+    behind = head((0xE1, EXIF + bytes(60_000)), (0xE1, EXIF + bytes(60_000)))
+    assert np.array_equal(pixels(thumbnails + behind), pixels(GOOD_JPEG))
 
 
 @pytest.mark.parametrize(("width", "height"), [(65_000, 65_000), (20_000, 4_000), (2**31 - 1, 2**31 - 1)])
