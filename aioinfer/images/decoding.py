@@ -13,7 +13,7 @@ from aioinfer.ledger import LEDGER
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["FORMATS", "decoded"]
+__all__ = ["FORMATS", "decoded", "told"]
 
 #: those that are decoded
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "WEBP")
@@ -64,7 +64,7 @@ def decoded(source: ImageSource, limits: ImageLimits, field: str) -> Image:
     except (InvalidRequest, Rejected):
         raise
     except Exception as error:  # any kind: a file can be anything
-        raise InvalidRequest(field, f"the image cannot be decoded: {_told(error)}") from error
+        raise InvalidRequest(field, f"the image cannot be decoded: {told(error)}") from error
 
 
 def _check_jpeg(data: bytes, field: str) -> None:
@@ -97,7 +97,8 @@ def _check_memory(size: tuple[int, int]) -> None:
         raise Rejected(f"no memory is left for an image of {size[0]} x {size[1]}: {LEDGER.said(left)}")
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """What an error of a library says, and its type if that is nothing."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):

@@ -11,7 +11,7 @@ from typing import Any, Self
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory, Rejected
-from aioinfer.images.decoding import decoded
+from aioinfer.images.decoding import decoded, told
 from aioinfer.images.formats import format_of
 from aioinfer.images.formats.base import FormatFacts, ImageFormat, ImageParts
 from aioinfer.images.pixels import pillow
@@ -93,7 +93,7 @@ class ImageProcessor:
             parts = self._format.parts(image)
         except Exception as error:
             size = f"{image.width} x {image.height} pixels"
-            raise InvalidRequest(field, f"the model takes no image of {size}: {error}") from error
+            raise InvalidRequest(field, f"the model takes no image of {size}: {told(error)}") from error
         taken = len(source.data)
         taken += sum(array.nbytes for unit in parts.units for array in unit.pixels.values())
         share = Share("images of prompts")

@@ -18,6 +18,8 @@ __all__ = ["DEFAULT_LIMITS", "ImageLimits", "ImageSource", "images_in", "sourced
 
 _FORMS = "an image of Pillow, bytes, a path, a data: URI or an array of uint8 [height, width, 1 to 4]"
 _SCHEME = "data:"
+#: pixels of JPEG at most. What is longer and thin is resized in minutes, and processors fail on it.
+_LONGEST_SIDE = (1 << 16) - 1
 #: characters in front of the data of a URI
 _HEAD = 200
 
@@ -39,6 +41,9 @@ class ImageLimits(NamedTuple):
             raise InvalidRequest(field, "the image is empty")
         if width * height > self.max_pixels:
             limit = f"more than {self.max_pixels} pixels (max_image_pixels)"
+            raise InvalidRequest(field, f"the image has {width} x {height}, {limit}")
+        if max(size) > _LONGEST_SIDE:
+            limit = f"more than {_LONGEST_SIDE} pixels on a side"
             raise InvalidRequest(field, f"the image has {width} x {height}, {limit}")
 
     def check_bytes(self, count: int, field: str) -> None:
@@ -108,6 +113,8 @@ class ImageSource:
                 told = f"{value.dtype} {list(value.shape)}"
                 raise InvalidRequest(field, f"must be {_FORMS}, got an array of {told}")
             limits.check_size((value.shape[1], value.shape[0]), field)
+            if value.shape[2:] == (3,):
+                return cls(value.tobytes(), value.shape[1::-1])
             mode = "L" if value.ndim == 2 else ("L", "LA", "RGB", "RGBA")[value.shape[2] - 1]
             image = pillow(field).frombytes(mode, value.shape[1::-1], value.tobytes())
         elif "PIL.Image" not in sys.modules or not isinstance(value, sys.modules["PIL.Image"].Image):

@@ -64,13 +64,16 @@ class GivenImages:
         text: str,
         encode: Callable[[str], list[int]],
         checked: Callable[[list[int]], list[int]],
+        begin: Callable[[int], None],
     ) -> tuple[list[int], PromptImages]:
-        """The token ids of a text with placeholders, ``checked`` before they have words. Raises
-        InvalidRequest, Rejected."""
-        processor = self._processor
-        processed = [
-            processor.process(source, field) for source, field in zip(self.sources, self._fields, strict=True)
-        ]
+        """The token ids of a text with placeholders, ``checked`` before they have words. ``begin`` is told
+        before each image how many positions those before it have, and may raise. Raises InvalidRequest,
+        Rejected."""
+        processor, processed, positions = self._processor, [], 0
+        for source, field in zip(self.sources, self._fields, strict=True):
+            begin(positions)
+            processed.append(processor.process(source, field))
+            positions += processed[-1].length
         return processor.fold(checked(encode(processor.expand(text, processed))), processed)
 
     def restored(self, ids: list[Any], checked: Callable[[list[int]], list[int]]) -> PromptImages:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
 from aioinfer.execution.workers import WorkerExecutor
 from aioinfer.inputs import check_ids
-from aioinfer.loop.options import PromptSource
+from aioinfer.loop.options import Abandoned, PromptSource
 from aioinfer.loop.waiting import finish
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Intake:
         self._grammars = _Lane(loop, self._compilers, _THREADS)
         #: prompts that a thread is tokenizing, each once for all requests that wait for it
         self._encodings: dict[PromptSource, asyncio.Future[Any]] = {}
+        #: requests that wait for each
+        self._wanted: Counter[PromptSource] = Counter()
         self._decoding = asyncio.Lock()
         #: done when it is closed
         self._closed: asyncio.Future[None] = loop.create_future()
@@ -94,6 +96,17 @@ class Intake:
     async def encode(self, source: PromptSource) -> Sequence[int]:
         """The token ids of a prompt, made on a worker thread in its turn. Raises InvalidRequest, and
         EngineClosed."""
+        self._wanted[source] += 1
+        source.abandoned = False
+        try:
+            return await self._encoded(source)
+        finally:
+            self._wanted[source] -= 1
+            if not self._wanted[source]:
+                del self._wanted[source]
+                source.abandoned = True
+
+    async def _encoded(self, source: PromptSource) -> Sequence[int]:
         while source.ids is None:
             encoding = self._encodings.get(source)
             if encoding is None:
@@ -104,7 +117,9 @@ class Intake:
                     continue
                 encoding = self._encodings[source] = lane.start(source.encode)
                 encoding.add_done_callback(lambda _: self._encodings.pop(source, None))
-            await self._result(encoding)
+            # Others may have left just before this request came.
+            with suppress(Abandoned):
+                await self._result(encoding)
         return source.encode()
 
     async def work_out(self, call: Callable[..., _T], *arguments: Any) -> _T:

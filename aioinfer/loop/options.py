@@ -123,6 +123,10 @@ _AS_USUAL = PromptForm()
 _TO_TRUNCATE = "; truncate_prompt_tokens keeps its beginning"
 
 
+class Abandoned(Exception):
+    """Nobody waits for the token ids of a prompt, and so its other images are not processed."""
+
+
 class PromptSource:
     """A prompt that was checked and copied: what the caller gave is not read again.
 
@@ -139,6 +143,7 @@ class PromptSource:
         "_prompt",
         "_template_kwargs",
         "_tokenizer",
+        "abandoned",
         "chat",
         "images",
         "size",
@@ -170,6 +175,8 @@ class PromptSource:
         #: the images in it, once its token ids are known; None: it has none
         self.images: PromptImages | None = None
         self._given: GivenImages | None = None
+        #: nobody waits for its token ids: images that have not begun are not processed
+        self.abandoned = False
         given: Any = plain(prompt)
         if type(given) is str:
             self._take_text(given, template_kwargs)
@@ -334,8 +341,15 @@ class PromptSource:
         encode = tokenizer.encode if self._form.special_tokens else tokenizer.encode_part
         if self._given is None:
             return encode(text)
-        ids, self.images = self._given.encoded(text, encode, self._checked)
+        ids, self.images = self._given.encoded(text, encode, self._checked, self._begin_image)
         return ids
+
+    def _begin_image(self, positions: int) -> None:
+        """Before each image; ``positions``: of those before it. Raises Abandoned, InvalidRequest."""
+        if self.abandoned:
+            raise Abandoned
+        if not self._form.counted:
+            self._check_count(positions, "positions of images, and more")
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The ids that are the prompt."""

@@ -9,9 +9,12 @@ which status came back, as JSON. Each runs in a process of its own and delays no
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
 import json
+import struct
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,6 +97,40 @@ def _pattern(number: int) -> bytes:
     return _completion(stop_regex=[f"(?:.|..){{1,{11 + at}}}[~Q]{number}" for at in range(4)], max_tokens=60)
 
 
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def _png(width: int, height: int, *chunks: bytes) -> bytes:
+    """An image of one colour, of one bit per pixel: few bytes."""
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    pixels = _chunk(b"IDAT", zlib.compress(bytes(height * (1 + -(-width // 8)))))
+    return b"".join([b"\x89PNG\r\n\x1a\n", head, *chunks, pixels, _chunk(b"IEND", b"")])
+
+
+def _chat(*images: bytes | str, kind: str = "png") -> bytes:
+    """A chat about images, files or what stands for their base64."""
+    data = [each if isinstance(each, str) else base64.b64encode(each).decode() for each in images]
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{each}"}} for each in data]
+    content = [*parts, {"type": "text", "text": "What is it?"}]
+    messages = [{"role": "user", "content": content}]
+    return _request("/v1/chat/completions", {"messages": messages, "max_tokens": 4})
+
+
+def _escapes(number: int) -> bytes:
+    url = b"data:image/png;base64," + b"\\u0041" * 3_600_000
+    part = b'{"type":"image_url","image_url":{"url":"' + url + b'"}}'
+    body = b'{"messages":[{"role":"user","content":[' + part + b"]}]}"
+    return _request("/v1/chat/completions", body)
+
+
+def _segments(number: int) -> bytes:
+    """JPEG files are closed by what libjpeg calls a premature end."""
+    exif = b"\xff\xe1\xff\xffExif\0\0" + bytes(65_527)
+    joined = b"\xff\xe1\0\x09Exif\0\0a" * 900_000
+    return _chat(b"\xff\xd8" + exif * 60 + joined, kind="jpeg")
+
+
 def _plainly(**fields: Any) -> Callable[[int], bytes]:
     return lambda number: _completion(**fields)
 
@@ -122,6 +159,16 @@ ATTACKS: dict[str, Attack] = {
     "bombs": Attack(lambda n: _zipped(bytes(1 << 28)), 4),
     "ids": Attack(lambda n: _completion(prompt=[7] * 5_000_000), 1),
     "deep": Attack(lambda n: _request("/v1/completions", b'{"prompt":' + b"[" * 500_000), 4),
+    # Images, of a model that reads them; others refuse their field.
+    "image-bodies": Attack(lambda n: _chat("A" * (22 << 20)), 8),
+    "image-escapes": Attack(_escapes, 4),
+    "image-holes": Attack(lambda n: _chat("A" * (20 << 20) + "!" + "A" * 3), 8),
+    "image-pixels": Attack(lambda n: _chat(*[_png(8000, 8000 + n)] * 2), 16),
+    "image-bombs": Attack(lambda n: _chat(_png(60_000, 60_000 + n)), 4),
+    "image-heads": Attack(_segments, 4),
+    "image-chunks": Attack(lambda n: _chat(_png(8, 8, _chunk(b"prVt", b"") * 900_000)), 2),
+    "image-lines": Attack(lambda n: _chat(*[_png(20_000, 1 + n % 4), _png(1, 20_000)] * 16), 64),
+    "image-leavers": Attack(lambda n: _chat(*[_png(8000, 8000)] * 8), 32, leaves=1.0),
     # Floods, and clients that leave or do not read.
     "traces": Attack(lambda n: _request("/debug/trace", method="GET") * 20, 20),
     "half-open": Attack(lambda n: b"POST /livez HTTP/1.1\r\nHost: localhost\r\nX: ", 300, leaves=6.0),

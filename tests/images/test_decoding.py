@@ -215,6 +215,11 @@ def test_a_bomb_is_refused_by_its_head(width: int, height: int) -> None:
         assert "max_image_pixels" in refused(bomb)
 
 
+def test_an_image_may_be_long_and_not_longer() -> None:
+    assert pixels(saved(Image.new("1", (65_535, 1)), "PNG")).shape == (1, 65_535, 3)
+    assert "on a side" in refused(saved(Image.new("1", (1, 65_536)), "PNG"))
+
+
 def test_an_image_for_which_no_memory_is_left_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(Image.new("1", (4000, 1000)), "PNG")
     assert pixels(data).shape == (1000, 4000, 3)

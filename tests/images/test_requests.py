@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from aioinfer import Engine, EngineConfig, SamplingParams, StreamCheckpoint
 from aioinfer.errors import InvalidRequest
+from aioinfer.images.source import ImageLimits
+from aioinfer.loop.given_images import image_processor
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import FakeEngine
 from tests.images.checkpoints import picture, smolvlm
@@ -185,3 +188,68 @@ async def test_replicas_compute_what_one_engine_does(path: Path, engine: Engine,
     for result in results:
         assert result.token_ids == expected.token_ids
         assert result.prompt_token_ids == expected.prompt_token_ids
+
+
+class Processing:
+    """Counts the images that are processed, and holds the first until it is released."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, *, held: bool = False) -> None:
+        self.count, self.begun, self.release = 0, threading.Event(), threading.Event()
+        processor = image_processor(engine.tokenizer)
+        process = processor.process  # type: ignore[union-attr]
+
+        def counted(*given: Any) -> Any:
+            self.count += 1
+            self.begun.set()
+            if held:
+                self.release.wait()
+            return process(*given)
+
+        monkeypatch.setattr(processor, "process", counted)
+
+
+async def test_images_that_nobody_waits_for_are_not_processed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Processing(engine, monkeypatch, held=True)
+    prompt = engine.prompt(asked(ONE, OTHER, picture(30, 30)))
+    streams = [engine.generate(prompt, PARAMS) for _ in range(2)]
+    await asyncio.to_thread(seen.begun.wait)
+    for stream in streams:
+        stream.close()
+    while engine.stats().arriving:
+        await asyncio.sleep(0)
+    seen.release.set()
+    # The thread takes one prompt with images after the other.
+    assert (await engine.generate(asked(OTHER), PARAMS)).usage.completion_tokens == 8
+    assert seen.count == 2
+    # One that comes back for it has it.
+    assert (await engine.generate(prompt, PARAMS)).usage.completion_tokens == 8
+    assert seen.count == 5
+
+
+async def test_a_request_that_comes_while_others_leave_has_its_images(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Processing(engine, monkeypatch, held=True)
+    prompt = engine.prompt(asked(ONE, OTHER))
+    first = engine.generate(prompt, PARAMS)
+    await asyncio.to_thread(seen.begun.wait)
+    first.close()
+    while engine.stats().arriving:
+        await asyncio.sleep(0)
+    second = engine.generate(prompt, PARAMS)
+    seen.release.set()
+    assert (await second).usage.completion_tokens == 8
+
+
+async def test_no_more_images_are_processed_than_the_context_has_room_for(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Processing(engine, monkeypatch)
+    processor = image_processor(engine.tokenizer)
+    monkeypatch.setattr(processor, "limits", ImageLimits(most=32))
+    with pytest.raises(InvalidRequest, match="positions of images, and more") as caught:
+        await engine.generate(asked(*[ONE] * 32), PARAMS)
+    assert caught.value.code == "context_length_exceeded"
+    assert seen.count == engine.info.max_model_len // 112 + 1

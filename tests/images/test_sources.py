@@ -44,6 +44,7 @@ def pixels(value: Any) -> np.ndarray[Any, Any]:
         Image.open(io.BytesIO(png())),
         PIXELS[::1, :, :],
         np.asfortranarray(PIXELS),
+        np.repeat(PIXELS, 2, 0)[::2],
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -107,6 +108,8 @@ def test_grey_and_alpha_become_colours_on_white() -> None:
         (np.zeros(4, np.uint8), "an array of uint8"),
         (np.zeros((0, 4), np.uint8), "is empty"),
         (Image.new("RGB", (0, 5)), "is empty"),
+        (Image.new("RGB", (65_536, 1)), "more than 65535 pixels on a side"),
+        (np.zeros((65_536, 1), np.uint8), "more than 65535 pixels on a side"),
     ],
 )
 def test_anything_else_is_refused_by_name(value: Any, said: str) -> None:
