@@ -416,7 +416,7 @@ class Core:
             self.scheduler.memory.resolved(step.id)
             self.adapters.resolved(step.id)
         if step.encoding is not None and self.scheduler.memory.features is not None:
-            self.scheduler.memory.features.failed(step.encoding)
+            self.scheduler.memory.features.failed(step, self.scheduler.queues.last_step)
         for sequence in step.concerned:
             # A request that has ended, but for its text, goes on getting that.
             if sequence.output.finished_at is None and not (

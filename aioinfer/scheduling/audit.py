@@ -36,6 +36,8 @@ def audit(scheduler: Scheduler) -> None:
     """Assert by walking that every page, slot and row is where it should be."""
     memory, size = scheduler.memory, scheduler.memory.pages.page_size
     memory.audit(scheduler.queues.running.values())
+    if memory.features is not None:
+        memory.features.audit(scheduler.queues.prefilling.values())
     assert scheduler.queues.queued_tokens == sum(sequence.length for sequence in scheduler.queues.waiting)
     scheduler.queues.batch.audit()
     for sequence in scheduler.queues.running.values():

@@ -9,7 +9,7 @@ from aioinfer.scheduling.sequence import Sequence, SequenceState
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.queues import RequestQueues
-    from aioinfer.scheduling.step import Encoding, Step
+    from aioinfer.scheduling.step import Step
 
 __all__ = ["Failures"]
 
@@ -34,7 +34,7 @@ class Failures:
         queues = self._queues
         queues.memory.resolved(step.id)
         if step.encoding is not None:
-            return self._fail_encoding(step.encoding, error)
+            return self._fail_encoding(step, error)
         queues.junk_until = queues.last_step
         alone, failed = step.num_rows == 1, list[Sequence]()
         features = queues.memory.features
@@ -63,7 +63,7 @@ class Failures:
             sequence = step.encoding.sequence
             before, now = sequence.recovery.ran_out_at, sequence.cursor.progress
             sequence.recovery.ran_out_at = now
-            return self._fail_encoding(step.encoding, error, once_more=before != now)
+            return self._fail_encoding(step, error, once_more=before != now)
         self._cap.ran_out(step, queues.last_step)
         queues.junk_until = queues.last_step
         sequences = struck(step)
@@ -80,12 +80,12 @@ class Failures:
         return failed
 
     def _fail_encoding(
-        self, encoding: Encoding, error: BaseException, *, once_more: bool = False
+        self, step: Step, error: BaseException, *, once_more: bool = False
     ) -> list[Sequence]:
         """A step of the encoder raised: it was computing for one request, which ends, unless it may try
         ``once_more``. Others that have the same image will see for themselves."""
-        features, sequence = self._queues.memory.features, encoding.sequence
+        features, (sequence,) = self._queues.memory.features, step.concerned
         assert features is not None
-        if not features.failed(encoding) or once_more:
+        if not features.failed(step, self._queues.last_step) or once_more:
             return []
         return [sequence] if self._queues.finish(sequence, "abort", error) else []

@@ -70,8 +70,8 @@ class FeatureCache:
         self.positions = 0
         self._next = 1
         self._dropped: list[int] = []
-        #: numbers that steps of the encoder which failed were to make
-        self._lost: set[int] = set()
+        #: numbers that steps of the encoder which failed were to make, and the last step that may read them
+        self._lost: dict[int, int] = {}
         #: by the keys of requests whose next chunk stopped in front of a unit: the first such unit, and where
         #: the chunk would have ended
         self._wanted: OrderedDict[int, tuple[Sequence, int, int]] = OrderedDict()
@@ -89,7 +89,7 @@ class FeatureCache:
             if entry is None or not entry.encoded:
                 self._wanted[sequence.key] = sequence, index, stop
                 return max(start, unit.start)
-            self._pin(sequence, entry)
+            entry.pins.add(sequence.key)
         return stop
 
     def whole(self, sequence: Sequence, start: int, stop: int, most: int) -> int:
@@ -116,7 +116,7 @@ class FeatureCache:
         return found
 
     def release(self, sequence: Sequence) -> None:
-        """The request runs no longer."""
+        """No chunk of the request is computed any more, or until it goes on."""
         self._wanted.pop(sequence.key, None)
         for unit in _units(sequence):
             entry = self._entries.get(unit.key)
@@ -126,33 +126,41 @@ class FeatureCache:
     # -- encoding -------------------------------------------------------------------------------
 
     def encode(self) -> Encoding | None:
-        """The next step of the encoder, for the request that has waited longest; None if nothing is wanted.
+        """The next step of the encoder, for the first request that waits for it; None if nothing is wanted.
 
-        It has the units of one request only: what raises is that request's."""
+        It has the units of one request only: what raises is that request's. Where one finds no room, those
+        behind it begin no unit, so that it gets the room of those in front."""
+        crowded = False
         for sequence, index, stop in self._wanted.values():
-            works = list(self._works(sequence, index, stop))
+            works, short = self._works(sequence, index, stop, begins=not crowded)
             if works:
                 dropped, self._dropped = tuple(self._dropped), []
                 return Encoding(tuple(works), dropped, sequence)
+            crowded = crowded or short
         return None
 
-    def _works(self, sequence: Sequence, index: int, stop: int) -> abc.Iterator[EncodeWork]:
+    def _works(
+        self, sequence: Sequence, index: int, stop: int, *, begins: bool
+    ) -> tuple[list[EncodeWork], bool]:
+        """What a step may do for a request, and whether there is no room for its next unit."""
+        works: list[EncodeWork] = []
         left = self._step_patches
         for unit in _units(sequence)[index:]:
             if unit.start >= stop:
-                return
-            entry = self._entries.get(unit.key) or self._make(unit)
+                break
+            entry = self._entries.get(unit.key) or (self._make(unit) if begins else None)
             if entry is None:
-                return
-            self._pin(sequence, entry)
+                return works, True
+            entry.pins.add(sequence.key)
             while not entry.encoded:
                 cost = -(-unit.patches // entry.parts)
-                if cost > left and left < self._step_patches:
-                    return
-                yield EncodeWork(entry.number, unit, entry.through, entry.parts)
+                if cost > left and works:
+                    return works, False
+                works.append(EncodeWork(entry.number, unit, entry.through, entry.parts))
                 entry.through += 1
                 self.encoded += entry.encoded
                 left -= cost
+        return works, False
 
     def _make(self, unit: ImageUnit) -> _Entry | None:
         """An entry for a unit; None while there is no room beside what is pinned."""
@@ -171,9 +179,6 @@ class FeatureCache:
         self.positions += entry.length
         return entry
 
-    def _pin(self, sequence: Sequence, entry: _Entry) -> None:
-        entry.pins.add(sequence.key)
-
     def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key)
         self.positions -= entry.length
@@ -181,12 +186,14 @@ class FeatureCache:
 
     # -- failures -------------------------------------------------------------------------------
 
-    def failed(self, encoding: Encoding) -> bool:
-        """A step of the encoder raised: its units are not there. Returns whether that was its own fault, and
-        not that of an earlier slice."""
+    def failed(self, step: Step, newest: int) -> bool:
+        """A step of the encoder raised: its units are not there; ``newest``: the last launched step. Returns
+        whether that was its own fault, and not that of an earlier slice."""
+        assert (encoding := step.encoding) is not None
         numbers = {work.number for work in encoding.works}
-        own = not numbers & self._lost
-        self._lost |= numbers
+        self._lost = {number: last for number, last in self._lost.items() if last >= step.id}
+        own = not numbers & self._lost.keys()
+        self._lost |= dict.fromkeys(numbers, newest)
         for key in [key for key, entry in self._entries.items() if entry.number in numbers]:
             self._drop(key)
         self._dropped += [number for number in encoding.dropped if number not in self._dropped]
@@ -203,12 +210,18 @@ class FeatureCache:
 
     # -- checks ---------------------------------------------------------------------------------
 
-    def audit(self, running: abc.Iterable[Sequence]) -> None:
+    def audit(self, prefilling: abc.Collection[Sequence]) -> None:
         """Assert by walking that what is pinned is needed."""
-        keys = {sequence.key for sequence in running}
-        for entry in self._entries.values():
-            assert entry.pins <= keys, "features are pinned for a request that does not run"
-        assert self._wanted.keys() <= keys, "features are wanted for a request that does not run"
+        needed = {
+            (unit.key, sequence.key)
+            for sequence in prefilling
+            for unit in _units(sequence)
+            if unit.stop > sequence.cursor.computed
+        }
+        pinned = {(unit, key) for unit, entry in self._entries.items() for key in entry.pins}
+        assert pinned <= needed, "features are pinned for a request that does not need them"
+        keys = {sequence.key for sequence in prefilling}
+        assert self._wanted.keys() <= keys, "features are wanted for a request that is not prefilling"
         assert self.positions == sum(entry.length for entry in self._entries.values())
 
 

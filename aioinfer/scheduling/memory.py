@@ -250,8 +250,6 @@ class Memory:
         self._commit(sequence, sequence.cursor.committed, fence)
         if self.states is not None:
             self.states.release(sequence)
-        if self.features is not None:
-            self.features.release(sequence)
         kv, kept = sequence.kv, 0
         if kv.arrival is not None:
             kept = self.transfers.abandon(kv.arrival)
@@ -430,5 +428,3 @@ class Memory:
         self.slots.audit([*(sequence.kv.slot for sequence in running), *slots])
         if self.states is not None:
             self.states.audit(running, self.transfers.departures)
-        if self.features is not None:
-            self.features.audit(running)

@@ -268,6 +268,8 @@ class RequestQueues:
         self.prefilling.pop(sequence.key, None)
         self.growing.pop(sequence.key, None)
         self.leaders.leave(sequence)
+        if self.memory.features is not None:
+            self.memory.features.release(sequence)
         if sequence.cursor.in_batch:
             self.batch.remove(sequence)
 

@@ -42,6 +42,7 @@ class Scheduler:
 
     __slots__ = (
         "_encoded_last",
+        "_newest_rows",
         "_prefilled_last",
         "_short",
         "_urgent",
@@ -91,6 +92,8 @@ class Scheduler:
         policy.plan_with(self.times, config.running_requests)
         self.budgets = Budgets(self.queues)
         self._prefilled_last = self._encoded_last = False
+        #: id of the newest step with rows
+        self._newest_rows = 0
         #: a request lost pages while the current step was planned
         self._short = False
         #: the waiting request for which others were retracted
@@ -145,8 +148,10 @@ class Scheduler:
             return step
         step = self._plan_rows()
         if step is None:
-            return self._encode()
-        self._encoded_last = False
+            # Rows may follow when those in flight have resolved: behind one step of the encoder.
+            waits = self._encoded_last and self._newest_rows > queues.memory.pages.last_resolved
+            return None if waits else self._encode()
+        self._encoded_last, self._newest_rows = False, step.id
         return step
 
     def _encode(self) -> Step | None:
@@ -230,6 +235,7 @@ class Scheduler:
         """
         queues = self.queues
         queues.last_step = newest
+        self._newest_rows = min(self._newest_rows, newest)
         queues.batch.abandon(queues.last_step)
         self.faults.end(queues.running.values() or queues.waiting, error)
         return bool(self.faults)
@@ -362,7 +368,7 @@ class Scheduler:
         rows: list[Row] = []
         if length:
             budget.spend_prefill(start, length)
-            budget.beside -= length * beside
+            budget.beside = max(0, budget.beside - length * beside)
             rows.append(self._row(sequence, start, length))
         if start + length == stop:
             cursor.relay_ready = True

@@ -18,16 +18,16 @@ from tests.scheduling.desk import Desk
 from tests.toys.features import ToyFeatures
 
 
-def prompt(*parts: int | str, patches: int = 16) -> tuple[list[int], PromptImages]:
-    """A prompt of so many tokens of text, and images by name, of eight positions each."""
+def prompt(*parts: int | str, patches: int = 16, length: int = 8) -> tuple[list[int], PromptImages]:
+    """A prompt of so many tokens of text, and images by name, of ``length`` positions each."""
     ids: list[int] = []
     units = []
     for part in parts:
         if isinstance(part, int):
             ids += range(100, 100 + part)
             continue
-        units.append(ImageUnit(len(ids), 8, part.encode().ljust(16), patches, {}))
-        ids += words(part.encode(), 8)
+        units.append(ImageUnit(len(ids), length, part.encode().ljust(16), patches, {}))
+        ids += words(part.encode(), length)
     return ids, PromptImages((), tuple(units))
 
 
@@ -41,8 +41,10 @@ class Reader:
         self.desk = Desk(features=self.features, **limits)
         self.toy = ToyFeatures(ImageSupport(token_id=1, two_way=two_way))
 
-    def submit(self, *parts: int | str, patches: int = 16, max_tokens: int = 2) -> Sequence:
-        ids, images = prompt(*parts, patches=patches)
+    def submit(
+        self, *parts: int | str, patches: int = 16, max_tokens: int = 2, length: int = 8
+    ) -> Sequence:
+        ids, images = prompt(*parts, patches=patches, length=length)
         return self.desk.submit(ids, max_tokens, images)
 
     def launch(self) -> Step | None:
@@ -54,6 +56,11 @@ class Reader:
                 self.toy.encode(step.encoding)
             for row in step.rows:
                 self.toy.check(row)
+        return step
+
+    def launched(self) -> Step:
+        step = self.launch()
+        assert step is not None
         return step
 
     def steps(self, most: int = 200) -> list[Step]:
@@ -147,8 +154,7 @@ def test_features_are_shared_by_prompts_that_have_the_same_image_elsewhere() -> 
 def test_a_large_unit_is_computed_in_slices_between_which_others_decode() -> None:
     reader = Reader(patches=16)
     other = reader.submit(4, max_tokens=20)
-    step = reader.launch()
-    assert step is not None
+    step = reader.launched()
     reader.desk.bring(step)
     reader.submit("cat", patches=100)
     steps = reader.steps()
@@ -179,8 +185,7 @@ def test_a_retracted_request_finds_its_features() -> None:
     reader = Reader(chunk_size=4, prefix_cache=False)
     sequence = reader.submit(2, "cat", 2)
     for _ in range(3):
-        step = reader.launch()
-        assert step is not None
+        step = reader.launched()
         reader.desk.bring(step)
     reader.desk.scheduler.retract(sequence)
     reader.steps()
@@ -190,8 +195,7 @@ def test_a_retracted_request_finds_its_features() -> None:
 def test_a_step_of_the_encoder_that_fails_ends_the_request_it_was_for() -> None:
     reader = Reader()
     bad, good = reader.submit("cat", 3), reader.submit("dog", 3)
-    step = reader.launch()
-    assert step is not None
+    step = reader.launched()
     assert step.encoding is not None
     error = RuntimeError("pixels")
     assert reader.desk.scheduler.fail(step, error) == [bad]
@@ -204,13 +208,78 @@ def test_a_step_of_the_encoder_that_fails_ends_the_request_it_was_for() -> None:
 def test_an_aborted_request_gives_its_features_back() -> None:
     reader = Reader(capacity=8)
     first = reader.submit("cat", 3)
-    step = reader.launch()
-    assert step is not None
+    step = reader.launched()
     reader.desk.scheduler.finish(first, "abort")
     reader.desk.scheduler.resolve(step, Outcome([]))
     second = reader.submit("dog", 3)
     reader.steps()
     assert second.output.finish_reason == "length"
+
+
+def test_a_parked_request_leaves_the_room_for_features_to_others() -> None:
+    reader = Reader(capacity=8)
+    parked, other = reader.submit("cat", 3), reader.submit("dog", 3)
+    step = reader.launched()
+    assert step.concerned == [parked]
+    reader.desk.bring(step)
+    reader.desk.scheduler.queues.park(parked)
+    reader.steps()
+    assert other.output.finish_reason == "length"
+    reader.desk.scheduler.queues.unpark(parked)
+    reader.steps()
+    assert parked.output.finish_reason == "length"
+
+
+def test_an_image_that_needs_much_room_is_not_passed_over_for_ever() -> None:
+    reader = Reader(capacity=24, running=4, prefix_cache=False, chunk_size=2)
+    first = reader.submit(1, "first", max_tokens=1)
+    large = reader.submit(1, "large", max_tokens=1, length=20)
+    for number in range(100):
+        if len(reader.desk.scheduler.queues.unfinished()) < 4:
+            reader.submit(1, str(number), max_tokens=1)
+        reader.desk.bring(reader.launched())
+        if large.finished:
+            break
+    assert first.finished
+    assert large.finished, "small images go first, again and again"
+
+
+def test_one_step_of_the_encoder_is_launched_behind_rows_for_whose_result_others_wait() -> None:
+    """However far ahead steps are planned: the rows that follow would wait for all of them."""
+    reader = Reader(patches=16)
+    reader.submit("cat", patches=100)
+    texts = [reader.submit(3), reader.submit(3)]
+    reader.desk.scheduler.fail(reader.launched(), RuntimeError("one of the two"))
+    reader.desk.bring(reader.launched())
+    alone, encoding = reader.launched(), reader.launched()
+    assert alone.sequences == texts[:1]
+    assert encoding.encoding is not None
+    assert reader.launch() is None
+    reader.desk.bring(alone)
+    reader.desk.bring(encoding)
+    reader.steps()
+    assert all(each.output.finish_reason == "length" for each in texts)
+
+
+def test_what_is_known_of_lost_features_does_not_grow() -> None:
+    reader = Reader()
+    for number in range(50):
+        reader.submit(str(number), 1)
+        step = reader.launched()
+        reader.desk.scheduler.fail(step, RuntimeError("pixels"))
+        assert len(reader.features._lost) <= 1
+
+
+def test_a_request_without_output_pays_for_an_image_that_is_not_cut() -> None:
+    """Others of its kind then have no row in the step, and no row of fewer positions than none."""
+    reader = Reader(two_way=True, chunk_size=4, prefix_cache=False)
+    reader.submit(2, max_tokens=30)
+    reader.desk.bring(reader.launched())
+    reader.submit("cat", 6, max_tokens=0)
+    reader.submit(9, max_tokens=0)
+    reader.submit("dog", 6, max_tokens=0)
+    for step in reader.steps():
+        assert all(row.length > 0 for row in step.rows)
 
 
 @pytest.mark.parametrize("seed", range(12))
