@@ -199,6 +199,12 @@ class FeatureCache:
         self._dropped += [number for number in encoding.dropped if number not in self._dropped]
         return own
 
+    def distrust(self, sequence: Sequence) -> None:
+        """The features that a request reads are not to be read again."""
+        for unit in _units(sequence):
+            if unit.key in self._entries:
+                self._drop(unit.key)
+
     def lacked(self, step: Step) -> bool:
         """Whether a step that raised had rows whose features were never made: the fault of none of them."""
         return any(each.number in self._lost for row in step.prefilling for each in row.features)

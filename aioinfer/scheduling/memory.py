@@ -313,8 +313,11 @@ class Memory:
         return computed
 
     def distrust(self, sequence: Sequence) -> None:
-        """The KV of a request must not be shared, as far as no other request uses it yet."""
+        """The KV of a request must not be shared, as far as no other request uses it yet; nor the features
+        that it may come from."""
         sequence.kv.cacheable = False
+        if self.features is not None:
+            self.features.distrust(sequence)
         if self.tree is None or sequence.finished:
             return
         lock, copied = sequence.kv.lock, [each.lock for each in self.transfers.departures]

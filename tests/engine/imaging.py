@@ -20,10 +20,10 @@ from tests.toys import ToyTokenizer
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["LONGEST", "Imaging"]
+__all__ = ["LONGEST", "PLACE", "Imaging"]
 
-#: is no letter, and its token is none of theirs
-_PLACE = "\x7f"
+#: stands for a position of an image: no letter, and its token is none of theirs
+PLACE = "\x7f"
 #: positions of the largest unit
 LONGEST = 9
 
@@ -36,7 +36,7 @@ class _Settings:
 class _ToyImages:
     """A row of pixels is a unit, of as many positions."""
 
-    placeholder = _PLACE
+    placeholder = PLACE
     reserved: tuple[str, ...] = ()
 
     def __init__(self, token_id: int) -> None:
@@ -45,12 +45,12 @@ class _ToyImages:
 
     def parts(self, image: Image) -> ImageParts:
         units = (UnitPixels(image.width, 3 * image.width, {}),) * image.height
-        return ImageParts(_PLACE * image.width * image.height, units)
+        return ImageParts(PLACE * image.width * image.height, units)
 
 
 class _Tokenizer(ToyTokenizer):
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> str:
-        return "".join(_PLACE if part["type"] == "image" else part["text"] for part in messages[0]["content"])
+        return "".join(PLACE if part["type"] == "image" else part["text"] for part in messages[0]["content"])
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         assert self.images is not None
@@ -84,11 +84,11 @@ class Imaging:
 
     def tokenizer(self, vocab_size: int, *, looks_up: bool) -> ToyTokenizer:
         made = _Tokenizer(vocab_size, looks_up=looks_up)
-        made.images = ImageProcessor(_ToyImages(made.encode(_PLACE)[0]))
+        made.images = ImageProcessor(_ToyImages(made.encode(PLACE)[0]))
         return made
 
     def support(self, tokenizer: ToyTokenizer) -> ImageSupport:
-        return ImageSupport(token_id=tokenizer.encode(_PLACE)[0], two_way=self.two_way, longest=LONGEST)
+        return ImageSupport(token_id=tokenizer.encode(PLACE)[0], two_way=self.two_way, longest=LONGEST)
 
     def prompt(self, engine: Engine) -> PromptSource | None:
         """A prompt with images; None if it came out longer than the engine's context, or by chance."""

@@ -223,9 +223,10 @@ def written(
     adapter: int = 0,
     weights: int = 0,
     begun: Sequence[int] = (),
+    shown: Sequence[int] | None = None,
 ) -> Written:
     """What follows the output that has ``begun``, one token after the other. ``limit``: tokens of prompt and
-    output at most."""
+    output at most. ``shown``: what processors see of the prompt, if not all of it."""
     assert params.seed is not None
     assert params.max_tokens is not None
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {0})
@@ -242,7 +243,8 @@ def written(
         logits = np.zeros(vocab_size, np.float32)
         logits[_next_token(state, tenant, len(found.ids), vocab_size)] = 1.0
         try:
-            forced = _decided(params, [*prompt, *found.ids], len(found.ids), logits)
+            seen = prompt if shown is None else shown
+            forced = _decided(params, [*seen, *found.ids], len(found.ids), logits)
         except (Broken, asyncio.CancelledError):
             found.failed = "processor"
             break

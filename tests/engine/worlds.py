@@ -12,6 +12,7 @@ from typing import Any
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.execution.device import StepOutOfMemory
+from aioinfer.images.prompt import shown
 from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import KINDS, Pooling
@@ -19,7 +20,7 @@ from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher
 from tests.engine.adapting import Adapting
 from tests.engine.branches import Branching
-from tests.engine.imaging import Imaging
+from tests.engine.imaging import PLACE, Imaging
 from tests.engine.processors import Steering, Written, written
 from tests.engine.reading import Injected
 from tests.engine.stores import FlakyStore
@@ -30,6 +31,8 @@ from tests.toys.device import toy_logprob
 from tests.toys.pooling import toy_pooled
 
 VOCAB = 64
+#: that processors see at the positions of images
+IMAGE_TOKEN = ToyTokenizer(VOCAB).encode(PLACE)[0]
 
 
 @dataclass
@@ -360,7 +363,8 @@ def _plain(claim: Claim, limit: int, **rest: Any) -> Written:
 
 
 def _steered(claim: Claim, limit: int, **rest: Any) -> Written:
-    return written(claim.prompt, claim.params, vocab_size=VOCAB, limit=limit, adapter=claim.adapter, **rest)
+    given = {"vocab_size": VOCAB, "limit": limit, "adapter": claim.adapter, **rest}
+    return written(claim.prompt, claim.params, shown=shown(claim.prompt, IMAGE_TOKEN), **given)
 
 
 def verify_claim(claim: Claim, found: Written) -> None:

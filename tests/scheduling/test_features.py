@@ -282,6 +282,16 @@ def test_a_request_without_output_pays_for_an_image_that_is_not_cut() -> None:
         assert all(row.length > 0 for row in step.rows)
 
 
+def test_features_are_not_read_again_that_a_request_failed_with() -> None:
+    reader = Reader()
+    first = reader.submit("cat", 3)
+    reader.desk.bring(reader.launched())
+    assert reader.desk.scheduler.fail(reader.launched(), RuntimeError("features")) == [first]
+    reader.submit("cat", 3)
+    assert chunks(reader.steps()) == ["encode", (0, 11)]
+    assert list(reader.toy.encoded.values()) == [2]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_prompts_read_their_own_images(seed: int) -> None:
     """Any order of steps in flight; the toy checks each row."""
