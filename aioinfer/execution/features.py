@@ -25,7 +25,7 @@ __all__ = ["FeatureStore", "ImagePacker"]
 class ImagePacker:
     """What packed steps have for images. Loop thread only.
 
-    It knows by slot the images of its tenant, for rows that generate behind them.
+    It knows by slot what M-RoPE adds to positions of its tenant, for rows that generate behind images.
     """
 
     def __init__(self, support: ImageSupport, num_slots: int) -> None:
@@ -36,9 +36,8 @@ class ImagePacker:
 
     def admit(self, slot: int, data: NewRequestData) -> None:
         """A request takes a slot."""
-        images = data.images
-        self._turned[slot] = images is not None and images.rotary is not None
-        self._deltas[slot] = images.delta if images is not None else 0
+        self._turned[slot] = data.rotary_delta is not None
+        self._deltas[slot] = data.rotary_delta or 0
 
     def needs_own_step(self, step: Step, slots: npt.NDArray[np.int64]) -> bool:
         """Captured steps have no place for what its rows bring."""

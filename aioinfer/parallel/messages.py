@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
@@ -70,11 +70,11 @@ class Submit(Message, tag=2):
     prompt_ids: list[_Token]
     params: dict[str, Any]
     options: SentOptions
-    #: a :class:`StreamCheckpoint` as JSON
+    #: a :class:`StreamCheckpoint` as JSON, without its images
     checkpoint: str | None
     #: tokens of the output that its consumer has read, which counts with ``max_lag``
     read: int
-    #: bytes and size of those of the prompt; a checkpoint has its own
+    #: bytes and size of those of the prompt
     images: list[tuple[bytes, tuple[int, int] | None]] = []
 
     @classmethod
@@ -88,20 +88,19 @@ class Submit(Message, tag=2):
         images: Sequence[ImageSource] = (),
     ) -> Self:
         """The message for an attempt; the request's parameters have their seed."""
-        options = request.options()
+        options, sent = request.options(), [(each.data, each.size) for each in images]
         if checkpoint is not None:
-            return cls(number, [], {}, options, checkpoint.to_json(), read)
-        sent = [(each.data, each.size) for each in images]
+            return cls(number, [], {}, options, replace(checkpoint, images=()).to_json(), read, sent)
         return cls(number, list(prompt_ids), record_of(request.params), options, None, read, sent)
 
     def asked(self) -> tuple[Sequence[int], Request, StreamCheckpoint | None, Sequence[ImageSource]]:
         """Prompt, request, checkpoint and images. Raises InvalidRequest: they are not those of this
         release."""
+        images = [ImageSource(*each) for each in self.images]
         if self.checkpoint is None:
-            images = [ImageSource(*each) for each in self.images]
             return self.prompt_ids, Request(params=params_of(self.params), **self.options), None, images
-        found = StreamCheckpoint.from_json(self.checkpoint)
-        return found.prompt_token_ids, Request(params=found.params, **self.options), found, found.images
+        found = replace(StreamCheckpoint.from_json(self.checkpoint), images=images)
+        return found.prompt_token_ids, Request(params=found.params, **self.options), found, images
 
 
 class Abort(Message, tag=3):

@@ -25,7 +25,7 @@ from aioinfer.scheduling.outcome import Outcome
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
-    from aioinfer.images.prompt import ImageUnit, PromptImages
+    from aioinfer.images.prompt import ImageUnit
     from aioinfer.params import SamplingParams
     from aioinfer.scheduling.sequence import Sequence
     from aioinfer.steering.state import SteeringState
@@ -89,8 +89,8 @@ class NewRequestData:
     adapter: int = 0
     #: of prompt and output together
     max_length: int = sys.maxsize
-    #: of the prompt
-    images: PromptImages | None = None
+    #: of a prompt with images and M-RoPE: what is added to positions behind it
+    rotary_delta: int | None = None
 
 
 def new_request_data(sequence: Sequence) -> NewRequestData | None:
@@ -98,6 +98,7 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
     if sequence.kv.announced:
         return None
     sequence.kv.announced = True
+    images = sequence.output.images
     return NewRequestData(
         sequence.params,
         sequence.seed,
@@ -109,7 +110,7 @@ def new_request_data(sequence: Sequence) -> NewRequestData | None:
         sequence.cursor.resume,
         0 if sequence.adapter is None else sequence.adapter.slot,
         sequence.max_length,
-        sequence.output.images,
+        None if images is None or images.rotary is None else images.delta,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from aioinfer import Engine, EngineConfig, SamplingParams, StreamCheckpoint
 from aioinfer.errors import InvalidRequest
 from aioinfer.images.source import ImageLimits
+from aioinfer.ledger import LEDGER
 from aioinfer.loop.given_images import image_processor
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import FakeEngine
@@ -79,6 +81,25 @@ async def test_the_same_image_is_cached_and_another_is_not(engine: Engine) -> No
     assert again.usage.cached_tokens > 100
     assert other.usage.cached_tokens < 16
     assert other.prompt_token_ids == first.prompt_token_ids
+
+
+async def test_nothing_of_an_image_but_its_features_is_kept_when_its_request_has_ended(
+    engine: Engine,
+) -> None:
+    def taken() -> int:
+        gc.collect()
+        entry = LEDGER.entries().get("images of prompts")
+        return 0 if entry is None else entry.taken
+
+    before = taken()
+    params = PARAMS.changed(max_tokens=2)
+    results = await asyncio.gather(*(engine.generate(asked(picture(30, 30, at)), params) for at in range(5)))
+    assert len(results) == 5
+    for _ in range(100):
+        if taken() == before:
+            break
+        await asyncio.sleep(0)
+    assert taken() == before
 
 
 @rest(SECONDS)

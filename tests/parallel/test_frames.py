@@ -283,6 +283,17 @@ def test_a_request_comes_out_as_it_went_in(params: SamplingParams, begun: bool) 
     assert (found_checkpoint and found_checkpoint.to_json()) == (checkpoint.to_json() if begun else None)
 
 
+def test_images_of_a_stream_that_moves_are_sent_as_they_are() -> None:
+    """In a checkpoint they are text, a third longer, which takes a loop long to write and to read."""
+    image = ImageSource(bytes(90_000), (300, 100))
+    request = Request(params=SamplingParams(seed=1))
+    checkpoint = StreamCheckpoint(
+        fingerprint="abc", model="m", numerics="n", identical=True, prompt_token_ids=[-6],
+        params=request.params, seed=1, token_ids=[7], images=[image],
+    )  # fmt: skip
+    assert len(encoded(Submit.of(9, [-6], request, checkpoint, 1, [image]))) < 91_000
+
+
 def test_parameters_that_another_release_does_not_know_refuse_one_request() -> None:
     order = Submit.of(4, (1, 2), Request(params=SamplingParams(seed=1)), None, 0)
     found = decode(encoded(order).replace(b"seed", b"sead"))

@@ -41,9 +41,7 @@ class Reader:
         self.desk = Desk(features=self.features, **limits)
         self.toy = ToyFeatures(ImageSupport(token_id=1, two_way=two_way))
 
-    def submit(
-        self, *parts: int | str, patches: int = 16, max_tokens: int = 2, length: int = 8
-    ) -> Sequence:
+    def submit(self, *parts: int | str, patches: int = 16, max_tokens: int = 2, length: int = 8) -> Sequence:
         ids, images = prompt(*parts, patches=patches, length=length)
         return self.desk.submit(ids, max_tokens, images)
 
