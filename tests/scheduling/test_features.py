@@ -290,6 +290,107 @@ def test_features_are_not_read_again_that_a_request_failed_with() -> None:
     assert list(reader.toy.encoded.values()) == [2]
 
 
+def test_an_image_that_is_being_read_keeps_its_room() -> None:
+    reader = Reader(capacity=8, chunk_size=3, prefix_cache=False)
+    reader.submit("cat", 1)
+    reader.steps()
+    reader.submit("cat", 1)  # its features are there
+    reader.submit("dog", 1)
+    reader.steps()
+    assert [*reader.toy.encoded.values()] == [1, 1]
+
+
+def test_what_was_read_longest_ago_leaves_first() -> None:
+    reader = Reader(capacity=16, prefix_cache=False)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        reader.submit(2, name)
+        reader.steps()
+    assert [*reader.toy.encoded.values()] == [1, 2, 1]
+
+
+def test_other_weights_encode_anew() -> None:
+    reader = Reader(prefix_cache=False)
+    reader.submit("cat", 3)
+    reader.steps()
+    reader.desk.scheduler.replace_weights(1)
+    reader.submit("cat", 3)
+    reader.steps()
+    assert [*reader.toy.encoded.values()] == [2]
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_an_image_that_is_not_cut_waits_for_a_step_with_room(short: bool) -> None:
+    """Behind a prompt that is under way, and while memory is short."""
+    reader = Reader(two_way=True, running=5, max_step_tokens=13, chunk_size=5, prefix_cache=False)
+    for _ in range(3):
+        reader.submit(1, max_tokens=30)
+    reader.desk.bring(reader.launched())
+    scheduler = reader.desk.scheduler
+    if short:
+        scheduler.cap.tokens = 8
+    else:
+        reader.submit(40)
+    image = reader.submit("cat", 1)
+    while not image.finished:
+        most = scheduler.cap.tokens
+        step = reader.launched()
+        assert step.num_tokens <= most or not step.generating
+        reader.desk.bring(step)
+
+
+def test_a_failed_step_of_the_encoder_leaves_no_features_to_others() -> None:
+    reader = Reader()
+    reader.submit("cat", 3)
+    other = reader.submit("cat", 4)
+    step = reader.launched()
+    assert step.encoding is not None
+    reader.desk.scheduler.fail(step, RuntimeError("pixels"))
+    reader.toy.spoil(step.encoding)
+    reader.steps()
+    assert other.output.finish_reason == "length"
+
+
+def test_rows_whose_features_were_never_made_are_not_at_fault() -> None:
+    reader = Reader()
+    first, other = reader.submit("cat", 3), reader.submit("cat", 4)
+    encoding = reader.launched()
+    reader.desk.scheduler.finish(first, "abort")
+    rows = reader.launched()
+    assert rows.sequences == [other]
+    assert encoding.encoding is not None
+    reader.desk.scheduler.fail(encoding, RuntimeError("pixels"))
+    reader.toy.spoil(encoding.encoding)
+    assert reader.desk.scheduler.fail(rows, LookupError()) == []
+    reader.steps()
+    assert other.output.finish_reason == "length"
+
+
+def test_slices_behind_one_that_ran_out_of_memory_are_not_at_fault() -> None:
+    reader = Reader(patches=16)
+    sequence = reader.submit("cat", 3, patches=40)
+    slices = [reader.launched(), reader.launched()]
+    assert reader.desk.scheduler.run_out(slices[0], MemoryError()) == []
+    assert reader.desk.scheduler.fail(slices[1], LookupError()) == []
+    for step in slices:
+        assert step.encoding is not None
+        reader.toy.spoil(step.encoding)
+    reader.steps()
+    assert sequence.output.finish_reason == "length"
+
+
+def test_what_a_failed_step_was_to_drop_is_dropped_later() -> None:
+    reader = Reader(capacity=8, prefix_cache=False)
+    reader.submit("cat", 1)
+    reader.steps()
+    reader.submit("dog", 1)
+    step = reader.desk.scheduler.plan()  # the toy does not get it
+    assert step is not None
+    reader.desk.scheduler.fail(step, RuntimeError("packing"))
+    reader.submit("cow", 1)
+    reader.steps()
+    assert [*reader.toy.keys.values()] == [b"cow".ljust(16)]
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_prompts_read_their_own_images(seed: int) -> None:
     """Any order of steps in flight; the toy checks each row."""
