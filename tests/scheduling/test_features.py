@@ -412,11 +412,16 @@ def test_random_prompts_read_their_own_images(seed: int) -> None:
             requests.append(reader.submit(*parts, 1, patches=dice.choice([8, 16, 50]), max_tokens=4))
         running = [each for each in requests if each.state is SequenceState.RUNNING]
         if running and dice.random() < 0.1:
-            chosen = dice.choice(running)
-            if dice.random() < 0.5:
-                reader.desk.scheduler.retract(chosen)
-            else:
-                reader.desk.scheduler.finish(chosen, "abort")
+            chosen, scheduler = dice.choice(running), reader.desk.scheduler
+            match dice.randrange(3):
+                case 0:
+                    scheduler.retract(chosen)
+                case 1:
+                    scheduler.finish(chosen, "abort")
+                case 2 if chosen.parked:
+                    scheduler.queues.unpark(chosen)
+                case 2:
+                    scheduler.queues.park(chosen)
         if len(flights) < 3 and (step := reader.launch()) is not None:
             flights.append(step)
         elif flights:
@@ -424,6 +429,9 @@ def test_random_prompts_read_their_own_images(seed: int) -> None:
     while flights:
         reader.desk.bring(flights.pop(0))
     reader.steps()
+    for each in requests:
+        reader.desk.scheduler.queues.unpark(each)
+    reader.steps(2000)
     assert all(each.finished for each in requests), f"{seed=}"
 
 
