@@ -80,14 +80,18 @@ def test_positions_of_three_coordinates_follow_the_prompt_in_chunks_and_behind_i
 
 
 def test_the_next_request_in_a_slot_has_positions_of_its_own() -> None:
-    packing = Packing(running=1)
+    packing = Packing()
     ids, images = prompt(3, 2)
     packing.desk.submit(ids, 1, images)
     step, _ = packing.pack()
     slot = step.rows[0].slot
     while packing.desk.scheduler.queues.has_work:
         packing.pack()
-    packing.desk.submit(4, max_tokens=1)
+    packing.desk.submit(4, max_tokens=9)
     step, own = packing.pack()
     assert step.rows[0].slot == slot
     assert "rotary" not in own
+    packing.desk.submit(ids, 1, images)
+    step, own = packing.pack()
+    assert [(row.slot == slot, row.start, row.length) for row in step.rows] == [(True, 4, 1), (False, 0, 11)]
+    assert own["rotary"].reshape(3, -1)[:, 0].tolist() == [4, 4, 4]
