@@ -20,6 +20,7 @@ from aioinfer.loop.given_images import image_processor
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import FakeEngine
 from tests.images.checkpoints import picture, smolvlm
+from tests.server.test_adversity import until
 from tests.tiers import PROGRAM, SECONDS, rest
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -274,3 +275,17 @@ async def test_no_more_images_are_processed_than_the_context_has_room_for(
         await engine.generate(asked(*[ONE] * 32), PARAMS)
     assert caught.value.code == "context_length_exceeded"
     assert seen.count == engine.info.max_model_len // 112 + 1
+
+
+async def test_an_idle_engine_holds_no_images(engine: Engine) -> None:
+    def held() -> int:
+        gc.collect()
+        found = LEDGER.entries().get("images of prompts")
+        return 0 if found is None else found.promised
+
+    streams = [engine.generate(asked(picture(50, 40, at)), PARAMS) for at in range(6)]
+    await streams[0].accepted()
+    assert held() > 0
+    await asyncio.gather(*streams)
+    del streams
+    await until(lambda: not held())
