@@ -175,6 +175,7 @@ async def test_an_image_of_a_listed_host_is_fetched_once(origin: Origin) -> None
         ("to/?url=//169.254.169.254/latest", "no images from '169.254.169.254:80'"),
         ("to/?url=file:///etc/passwd", "is redirected: must be a data URI or an HTTP(S) URL"),
         ("to/?url=data:image/png;base64,AAAA", "is redirected: must be a data URI or an HTTP(S) URL"),
+        (f"to/?url=http://{'a.' * 3000}b/", "is redirected: must be a data URI or an HTTP(S) URL"),
         ("to/?url=http://me:secret@images.example/", "is redirected: must have no user"),
     ],
 )  # fmt: skip
@@ -256,6 +257,8 @@ def test_addresses_are_public_or_not() -> None:
         ("a.b", "https://a.b\\@c.d/", False),
         ("xn--bcher-kva.example", "https://bücher.example/x", True),
         ("a.b", "https://a。b/x", True),
+        ("*", f"https://{'a.' * 126}b/x", True),
+        ("*", f"https://{'a.' * 127}b/x", False),
     ],
 )
 def test_hosts_are_listed_or_not(hosts: str | None, url: str, allowed: bool) -> None:

@@ -24,6 +24,8 @@ from aioinfer.images.source import ImageLimits
 __all__ = ["Fetcher", "is_public"]
 
 _LONGEST_URL = 8192
+#: of a name of the DNS (RFC 1035, section 2.3.4)
+_LONGEST_HOST = 254
 _MOST_REDIRECTS = 3
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 #: connections of all requests
@@ -65,7 +67,7 @@ class Fetcher:
             url = URL(text) if len(text) <= _LONGEST_URL else URL()
         except ValueError:
             url = URL()
-        if url.scheme not in ("http", "https") or not url.raw_host:
+        if url.scheme not in ("http", "https") or not 0 < len(url.raw_host or "") <= _LONGEST_HOST:
             raise InvalidRequest(field, f"must be a data URI or an HTTP(S) URL, got {shown(text)}")
         if url.raw_user is not None or url.raw_password is not None:
             raise InvalidRequest(field, "must have no user and no password")
