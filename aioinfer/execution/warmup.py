@@ -31,7 +31,8 @@ def filled_slots(
     rows: int, length: int, params: SamplingParams, *, samples: bool, scored: bool = False
 ) -> tuple[Row, ...]:
     """Prefill rows of new requests in slots 1 to ``rows``, on the null page; ``scored``: all positions."""
-    request: Any = SimpleNamespace(prompt_ids=[0] * (length + 1), params=params)
+    output = SimpleNamespace(images=None)
+    request: Any = SimpleNamespace(prompt_ids=[0] * (length + 1), params=params, output=output)
     new = NewRequestData(params, 0, frozenset(), [0] * length, [])
     scores = (0, length) if scored else None
     return tuple(
