@@ -11,7 +11,8 @@ from aioinfer.chat.functions import Tool, form_of, model_of, parser_of, tool_of
 from aioinfer.chat.results import ChatRequest, Parse
 from aioinfer.chat.variables import Variables
 from aioinfer.errors import InvalidRequest
-from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource, sourced
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
+from aioinfer.images.source import ImageSource, sourced
 from aioinfer.inputs import freeze
 from aioinfer.params import SamplingParams
 

@@ -8,7 +8,8 @@ from aioinfer.chat.bodies import admit
 from aioinfer.chat.fields import ImageURLPart
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.images.encoded import from_base64, from_data_uri
-from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
+from aioinfer.images.source import ImageSource
 
 __all__ = ["ImageReader", "with_images"]
 
@@ -29,12 +30,12 @@ class ImageReader:
         self.admit(field)
         if url[:5].lower() != "data:":
             return self.remote(url, field)
-        return {"type": "image", "image": from_data_uri(url, field, self.limits)}
+        return {"type": "image", "image": ImageSource(from_data_uri(url, field, self.limits))}
 
     def encoded(self, text: str, kind: str, field: str) -> dict[str, Any]:
         """The part of a message with the image of a text in base64; ``kind``: its media type."""
         self.admit(field)
-        return {"type": "image", "image": from_base64(text, kind, field, self.limits)}
+        return {"type": "image", "image": ImageSource(from_base64(text, kind, field, self.limits))}
 
     def admit(self, field: str) -> None:
         """There is a further image."""

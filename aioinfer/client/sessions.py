@@ -20,8 +20,9 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chat.results import ChatRequest, message_of
 from aioinfer.client.session_files import save
 from aioinfer.errors import EngineClosed, InvalidRequest, shown
+from aioinfer.images.limits import ImageLimits
 from aioinfer.images.prompt import shown as shown_ids
-from aioinfer.images.source import ImageLimits, ImageSource, sourced
+from aioinfer.images.source import ImageSource, sourced
 from aioinfer.inputs import freeze
 from aioinfer.loop.given_images import image_limits, image_processor
 from aioinfer.loop.holding import Prefix

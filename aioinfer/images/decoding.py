@@ -6,8 +6,9 @@ import io
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import InvalidRequest, Rejected, why
+from aioinfer.images.limits import ImageLimits
 from aioinfer.images.pixels import pillow, upright
-from aioinfer.images.source import ImageLimits, ImageSource
+from aioinfer.images.source import ImageSource
 from aioinfer.ledger import LEDGER
 
 if TYPE_CHECKING:

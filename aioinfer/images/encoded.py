@@ -6,9 +6,10 @@ import base64
 import re
 from pathlib import Path
 
+from aioinfer.checkpoint.regular import read_regular
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.images.base64 import decoded_base64
-from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
 
 __all__ = ["MEDIA_TYPES", "data_uri", "from_base64", "from_data_uri", "from_file", "media_type"]
 
@@ -28,8 +29,8 @@ _SIGNATURES = (
 )
 
 
-def from_data_uri(uri: str, field: str, limits: ImageLimits) -> ImageSource:
-    """The image of a data URI (RFC 2397) in base64. Raises InvalidRequest of ``field``."""
+def from_data_uri(uri: str, field: str, limits: ImageLimits) -> bytes:
+    """The file in a data URI (RFC 2397) in base64. Raises InvalidRequest of ``field``."""
     head = _HEAD.match(uri, 0, _LONGEST_HEAD)
     if head is None:
         raise InvalidRequest(field, f"is no data URI, data:image/png;base64,... for example: {shown(uri)}")
@@ -38,8 +39,8 @@ def from_data_uri(uri: str, field: str, limits: ImageLimits) -> ImageSource:
     return from_base64(uri[head.end() :], head["type"], field, limits)
 
 
-def from_base64(text: str, stated: str, field: str, limits: ImageLimits) -> ImageSource:
-    """The image of a text in base64 that is ``stated`` to be of a media type. Raises InvalidRequest of
+def from_base64(text: str, stated: str, field: str, limits: ImageLimits) -> bytes:
+    """The file in a text in base64 that is ``stated`` to be of a media type. Raises InvalidRequest of
     ``field``: it is of another type, too large, or malformed."""
     kind = stated.lower()
     kind = _ALSO.get(kind, kind)
@@ -49,8 +50,8 @@ def from_base64(text: str, stated: str, field: str, limits: ImageLimits) -> Imag
     return from_file(decoded_base64(text, field), field, limits, kind)
 
 
-def from_file(data: bytes, field: str, limits: ImageLimits, stated: str | None = None) -> ImageSource:
-    """The image of a file. Raises InvalidRequest of ``field``: it is empty or too large, of no type that
+def from_file(data: bytes, field: str, limits: ImageLimits, stated: str | None = None) -> bytes:
+    """The file itself. Raises InvalidRequest of ``field``: it is empty or too large, of no type that
     requests may send or not of the ``stated`` one."""
     limits.check_bytes(len(data), field)
     found = media_type(data)
@@ -58,13 +59,13 @@ def from_file(data: bytes, field: str, limits: ImageLimits, stated: str | None =
         raise InvalidRequest(field, f"is no image of type {', '.join(MEDIA_TYPES)}")
     if stated is not None and stated != found:
         raise InvalidRequest(field, f"is stated to be {stated}, and begins as {found}")
-    return ImageSource(data)
+    return data
 
 
 def data_uri(path: Path) -> str:
     """A file of an image as a data URI. Raises InvalidRequest of "image", and OSError."""
-    data = path.read_bytes()
-    kind = media_type(from_file(data, "image", DEFAULT_LIMITS).data)
+    data = from_file(read_regular(path, DEFAULT_LIMITS.max_bytes), "image", DEFAULT_LIMITS)
+    kind = media_type(data)
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 

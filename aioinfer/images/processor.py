@@ -14,10 +14,11 @@ from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory, Rejected
 from aioinfer.images.decoding import decoded, told
 from aioinfer.images.formats import format_of
 from aioinfer.images.formats.base import FormatFacts, ImageFormat, ImageParts
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
 from aioinfer.images.pixels import pillow
 from aioinfer.images.prompt import ImageUnit, PromptImages, words
 from aioinfer.images.rotary import rotary_positions
-from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource
+from aioinfer.images.source import ImageSource
 from aioinfer.ledger import LEDGER, Share
 
 __all__ = ["ImageProcessor", "ProcessedImage"]

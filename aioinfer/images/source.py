@@ -7,55 +7,18 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from aioinfer.checkpoint.regular import read_regular
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.images.base64 import decoded_base64
+from aioinfer.images.encoded import from_data_uri
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
 from aioinfer.images.pixels import pillow, upright
 
-__all__ = ["DEFAULT_LIMITS", "ImageLimits", "ImageSource", "images_in", "sourced", "taken"]
+__all__ = ["ImageSource", "images_in", "sourced", "taken"]
 
 _FORMS = "an image of Pillow, bytes, a path, a data: URI or an array of uint8 [height, width, 1 to 4]"
 _SCHEME = "data:"
-#: pixels of JPEG at most. What is longer and thin is resized in minutes, and processors fail on it.
-_LONGEST_SIDE = (1 << 16) - 1
-#: characters in front of the data of a URI
-_HEAD = 200
-
-
-class ImageLimits(NamedTuple):
-    """What the images of a prompt may have at most."""
-
-    #: images of a prompt
-    most: int = 32
-    #: bytes of the file of one
-    max_bytes: int = 20 << 20
-    #: pixels of one
-    max_pixels: int = 64 << 20
-
-    def check_size(self, size: tuple[int, int], field: str) -> None:
-        """Raise InvalidRequest for an image of more pixels, or of none."""
-        width, height = size
-        if width < 1 or height < 1:
-            raise InvalidRequest(field, "the image is empty")
-        if width * height > self.max_pixels:
-            limit = f"more than {self.max_pixels} pixels (max_image_pixels)"
-            raise InvalidRequest(field, f"the image has {width} x {height}, {limit}")
-        if max(size) > _LONGEST_SIDE:
-            limit = f"more than {_LONGEST_SIDE} pixels on a side"
-            raise InvalidRequest(field, f"the image has {width} x {height}, {limit}")
-
-    def check_bytes(self, count: int, field: str) -> None:
-        """Raise InvalidRequest for a file of more bytes, or of none."""
-        if not count:
-            raise InvalidRequest(field, "the image is empty")
-        if count > self.max_bytes:
-            limit = f"more than {self.max_bytes} (max_image_bytes)"
-            raise InvalidRequest(field, f"the image has {count} bytes, {limit}")
-
-
-DEFAULT_LIMITS = ImageLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +49,7 @@ class ImageSource:
             limits.check_bytes(memoryview(value).nbytes, field)
             found = cls(bytes(value))
         elif isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME:
-            found = cls.of_uri(value, field, limits)
+            found = cls(from_data_uri(value, field, limits))
         elif isinstance(value, (str, os.PathLike)):
             found = cls(_read(value, field, limits))
         else:
@@ -95,13 +58,6 @@ class ImageSource:
             limits.check_bytes(len(found.data), field)
         else:
             limits.check_size(found.size, field)
-        return found
-
-    @classmethod
-    def of_uri(cls, uri: str, field: str, limits: ImageLimits = DEFAULT_LIMITS) -> Self:
-        """The image in a ``data:`` URI in base64, and nothing else. Raises InvalidRequest."""
-        found = cls(_data_of(uri, field, limits))
-        limits.check_bytes(len(found.data), field)
         return found
 
     @classmethod
@@ -125,20 +81,6 @@ class ImageSource:
             return cls(rgb.tobytes(), rgb.size)
         except Exception as error:
             raise InvalidRequest(field, f"the image cannot be decoded: {error}") from error
-
-
-def _data_of(uri: str, field: str, limits: ImageLimits) -> bytes:
-    """The data of a URI. Raises InvalidRequest."""
-    head, comma, data = uri.partition(",")
-    if not comma or len(head) > _HEAD or head[: len(_SCHEME)].lower() != _SCHEME:
-        raise InvalidRequest(field, "is no data: URI")
-    kind, *parameters = head[len(_SCHEME) :].split(";")
-    if not kind.lower().startswith("image/"):
-        raise InvalidRequest(field, f"must be a data: URI of an image, got {shown(kind)}")
-    if not parameters or parameters[-1].strip().lower() != "base64":
-        raise InvalidRequest(field, "must be a data: URI in base64")
-    limits.check_bytes(len(data) // 4 * 3 - 2, field)
-    return decoded_base64(data, field)
 
 
 def _read(path: str | os.PathLike[Any], field: str, limits: ImageLimits) -> bytes:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.images.base64 import decoded_base64
 from aioinfer.images.source import ImageSource
 
 __all__ = ["StoredImage", "restored", "stored"]
@@ -32,9 +33,9 @@ def stored(images: Iterable[ImageSource]) -> list[dict[str, Any]]:
 def restored(images: Iterable[StoredImage], field: str) -> list[ImageSource]:
     """The images of a JSON. Raises InvalidRequest, by the name ``field``."""
     try:
-        return [ImageSource(base64.b64decode(each.data, validate=True), each.size) for each in images]
-    except ValueError as error:
-        raise InvalidRequest(field, f"images: {getattr(error, 'message', error)}") from None
+        return [ImageSource(decoded_base64(each.data, field), each.size) for each in images]
+    except InvalidRequest as error:
+        raise InvalidRequest(field, f"images: {error.message}") from None
 
 
 def with_stored(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
-from aioinfer.images.source import ImageLimits
+from aioinfer.images.limits import ImageLimits
 from aioinfer.params import SamplingParams
 from aioinfer.system.memory import give_back
 from aioinfer.system.support import check_system

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
 from aioinfer.images.prompt import PromptImages, shown
-from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource, taken
+from aioinfer.images.source import ImageSource, taken
 from aioinfer.text.tokenizer import NO_IMAGES
 
 if TYPE_CHECKING:

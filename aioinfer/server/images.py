@@ -12,7 +12,8 @@ from aioinfer.chat.images import ImageReader
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.errors import InvalidRequest
 from aioinfer.images.encoded import from_file
-from aioinfer.images.source import ImageLimits, ImageSource
+from aioinfer.images.limits import ImageLimits
+from aioinfer.images.source import ImageSource
 from aioinfer.loop.given_images import image_processor
 from aioinfer.server.http.bodies import BodyBytes
 from aioinfer.server.http.fetching import Fetcher
@@ -79,6 +80,6 @@ class BodyImages(ImageReader):
         for url, parts in works:
             field = parts[0][0]
             data = await self._fetcher.fetch(url, field, self.limits, held.add)
-            image = from_file(data, field, self.limits)
+            image = ImageSource(from_file(data, field, self.limits))
             for _, part in parts:
                 part["image"] = image

@@ -17,8 +17,8 @@ from aioinfer.text.fast_tokenizer import facts_of, lean
 from aioinfer.text.messages import check_text, plain_messages
 
 if TYPE_CHECKING:
+    from aioinfer.images.limits import ImageLimits
     from aioinfer.images.processor import ImageProcessor
-    from aioinfer.images.source import ImageLimits
 
 __all__ = ["NO_IMAGES", "HFTokenizer", "Tokenizer", "end_of"]
 

@@ -14,8 +14,9 @@ from PIL import Image, ImageFile
 
 from aioinfer.errors import InvalidRequest, Rejected
 from aioinfer.images.decoding import decoded
+from aioinfer.images.limits import DEFAULT_LIMITS, ImageLimits
 from aioinfer.images.pixels import upright
-from aioinfer.images.source import DEFAULT_LIMITS, ImageLimits, ImageSource
+from aioinfer.images.source import ImageSource
 from aioinfer.ledger import LEDGER
 from aioinfer.system.memory import Available
 from tests.images.checkpoints import picture

@@ -19,7 +19,7 @@ from yarl import URL
 from aioinfer._version import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.images.source import ImageLimits
+from aioinfer.images.limits import ImageLimits
 
 __all__ = ["Fetcher", "is_public"]
 
