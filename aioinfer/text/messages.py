@@ -67,7 +67,7 @@ def _message(field: str, message: Any, *, images: bool) -> dict[str, Any]:
             raise InvalidRequest(f"{field}.content", "is missing")
     else:
         if not isinstance(content, str):
-            raise InvalidRequest(f"{field}.content", "must be text or a list of text parts")
+            raise InvalidRequest(f"{field}.content", "must be text or a list of parts")
         if isinstance(message.get("content"), str):
             images = False
         check_text(f"{field}.content", content.replace(IMAGE, "") if images else content)
@@ -87,7 +87,8 @@ def _part(field: str, part: Any, *, images: bool) -> str:
         return IMAGE
     if not isinstance(part, Mapping) or part.get("type") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(field, f"only parts of type 'text' are supported, got {shown(kind)}")
+        known = "types 'text' and 'image'" if images else "type 'text'"
+        raise InvalidRequest(field, f"only parts of {known} are supported, got {shown(kind)}")
     text = part.get("text")
     if not isinstance(text, str):
         raise InvalidRequest(f"{field}.text", "must be text")

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
 from aioinfer import Engine, EngineConfig, SamplingParams, StreamCheckpoint
 from aioinfer.errors import InvalidRequest
-from aioinfer.images.source import ImageLimits
+from aioinfer.images.limits import ImageLimits
 from aioinfer.ledger import LEDGER
 from aioinfer.loop.given_images import image_processor
 from aioinfer.parallel import Dispatcher
+from aioinfer.speculation.drafter import DraftRequest
 from aioinfer.testing import FakeEngine
 from tests.images.checkpoints import picture, smolvlm
 from tests.server.test_adversity import until
@@ -68,6 +71,50 @@ async def test_callers_see_ids_of_the_vocabulary(engine: Engine) -> None:
     assert seen[: len(ids)] == ids
     assert result.prompt_logprobs is not None
     assert [each.token_id for each in result.prompt_logprobs[1:] if each is not None] == ids[1:]
+
+
+class DraftsOfWords:
+    """Proposes the words of the prompt's images, behind its own first token."""
+
+    def __init__(self) -> None:
+        self.proposed = 0
+
+    def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+        words = [int(token) for token in request.tokens if token < 0]
+        self.proposed += bool(words)
+        return words[:most]
+
+
+@rest(SECONDS)
+async def test_a_word_is_never_a_draft(path: Path, engine: Engine) -> None:
+    plain = await engine.generate(asked(ONE, "what"), PARAMS)
+    drafter = DraftsOfWords()
+    async with Engine(EngineConfig(model=str(path), dtype="float32"), drafter=drafter) as drafted:
+        found = await drafted.generate(asked(ONE, "what"), PARAMS)
+        assert found.token_ids == plain.token_ids
+        assert drafter.proposed
+        assert drafted.stats().drafted_tokens == 0
+    # A look-up finds the text in front of an image again, and behind it the image.
+    async with Engine(EngineConfig(model=str(path), dtype="float32", speculation="lookup")) as drafted:
+        params = LONGER.changed(prediction="what ")
+        prompt = asked("what is", ONE, "what is", OTHER, "what is")
+        wanted = await engine.generate(prompt, LONGER)
+        assert (await drafted.generate(prompt, params)).token_ids == wanted.token_ids
+
+
+@rest(SECONDS)
+async def test_embeddings_of_images_are_hidden_states_of_transformers(path: Path, engine: Engine) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    prompt = engine.prompt(asked(ONE, "what", OTHER))
+    found = await engine.embed(prompt, normalize=False)
+    assert prompt.images is not None
+    pixels = np.stack([unit.pixels["pixel_values"] for unit in prompt.images.units])
+    ids = torch.tensor([list(prompt.shown())])
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids, pixel_values=torch.from_numpy(pixels)[None]).last_hidden_state
+    assert np.allclose(found.vector, hidden[0, -1].numpy(), atol=2e-5)
+    other = await engine.embed(asked(OTHER, "what", ONE), normalize=False)
+    assert np.abs(other.vector - found.vector).max() > 1e-3
 
 
 @rest(SECONDS)

@@ -110,6 +110,11 @@ def test_no_text_is_an_image(content: Any) -> None:
         plain_messages([{"role": "user", "content": content}], ())
 
 
+def test_other_parts_are_refused_with_the_types_that_are_read() -> None:
+    with pytest.raises(InvalidRequest, match="only parts of types 'text' and 'image' are supported"):
+        plain_messages([{"role": "user", "content": [{"type": "audio"}]}], ())
+
+
 def test_images_are_parts_of_no_message_without_an_encoder() -> None:
     with pytest.raises(InvalidRequest, match="only parts of type 'text'") as caught:
         plain_messages([user(text("a"), PICTURE)])

@@ -1,15 +1,18 @@
-"""The image formats of model families, one per file: the text of an image in a prompt, and its units."""
+"""The image formats of model families, one per file: the text of an image in a prompt, and its units.
+
+``FAMILIES`` lists the architectures that read images; :mod:`aioinfer.images.formats.base` says how to add one.
+"""
 
 from __future__ import annotations
 
 from aioinfer import plugins
 from aioinfer.images.formats.base import ImageFormat
 
-__all__ = ["format_of"]
+__all__ = ["FAMILIES", "format_of"]
 
 _FOLDER = "images/formats"
-#: files by architecture
-_FILES = {
+#: by architecture, the file of its format, and of its encoder in ``aioinfer/model/vision/families``
+FAMILIES = {
     "Gemma3ForConditionalGeneration": "gemma3",
     "Gemma4ForConditionalGeneration": "gemma4",
     "Idefics3ForConditionalGeneration": "smolvlm",
@@ -25,5 +28,5 @@ _FILES = {
 
 def format_of(architecture: str) -> type[ImageFormat] | None:
     """The format of an architecture; None: no images are read for it."""
-    name = _FILES.get(architecture)
-    return plugins.load(_FOLDER, name) if name in plugins.names(_FOLDER) else None
+    name = FAMILIES.get(architecture)
+    return None if name is None else plugins.load(_FOLDER, name)

@@ -1,7 +1,8 @@
 """ImageFormat: what the images of a model family are in a prompt.
 
 To add a family: a file in this folder with a class that has the file's name in capitals (``qwen3_vl`` ->
-``Qwen3Vl``), and its architectures in ``aioinfer/images/formats/__init__.py``.
+``Qwen3Vl``), one of the same name in ``aioinfer/model/vision/families`` for its encoder, and its architectures
+in ``aioinfer/images/formats/__init__.py``.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def pil_processor(facts: FormatFacts, modules: Mapping[str, str], **settings: An
         settings: go before those of the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint names another class.
+        ConfigError: the checkpoint names another class, or says that images are not to be resized, so that no
+            encoder knows how large they are.
     """
     named = facts.settings.get("image_processor_type") or next(iter(modules))
     kind = str(named).removesuffix("Fast").removesuffix("Pil")
@@ -110,4 +112,7 @@ def pil_processor(facts: FormatFacts, modules: Mapping[str, str], **settings: An
     with importing_transformers():
         module = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
         found = getattr(module, f"{kind}Pil")
-        return found(**{**facts.settings, **settings})
+        made = found(**{**facts.settings, **settings})
+    if not made.do_resize:
+        raise ConfigError("model: an image processor with do_resize false is not supported")
+    return made

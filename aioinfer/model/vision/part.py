@@ -9,40 +9,22 @@ from typing import Any
 
 import torch
 
+from aioinfer import plugins
 from aioinfer.checkpoint.tensors import Tensors
+from aioinfer.images.formats import FAMILIES
 from aioinfer.model.backend import Backend
 from aioinfer.model.kernels import choose_layers, make_tower_layers
 from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.multimodal import TextPart, other_tensors
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.base import Encoder
-from aioinfer.model.vision.families.gemma3 import Gemma3
-from aioinfer.model.vision.families.gemma4 import Gemma4
-from aioinfer.model.vision.families.internvl import InternVL
-from aioinfer.model.vision.families.lfm2_vl import Lfm2Vl
-from aioinfer.model.vision.families.qwen3_vl import Qwen3VL
-from aioinfer.model.vision.families.smolvlm import SmolVLM
 from aioinfer.model.vision.source import TowerSource, VisionFamily
 from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs
 
 __all__ = ["VisionPart", "vision_part"]
 
-_QWEN3_VL = Qwen3VL()
-_SMOLVLM = SmolVLM()
-#: architecture -> the family of its encoder
-_FAMILIES: dict[str, VisionFamily] = {
-    "Gemma3ForConditionalGeneration": Gemma3(),
-    "Gemma4ForConditionalGeneration": Gemma4(),
-    "Idefics3ForConditionalGeneration": _SMOLVLM,
-    "InternVLForConditionalGeneration": InternVL(),
-    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
-    "Qwen3_5ForConditionalGeneration": _QWEN3_VL,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN3_VL,
-    "Lfm2VlForConditionalGeneration": Lfm2Vl(),
-    "SmolVLMForConditionalGeneration": _SMOLVLM,
-}
+_FOLDER = "model/vision/families"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +81,10 @@ def vision_part(checkpoint: object, *, stored: bool) -> tuple[VisionPart | None,
     ConfigError. ``stored``: its weights are to be read."""
     if not isinstance(checkpoint, TextPart):
         return None, ""
-    family, config = _FAMILIES.get(checkpoint.architecture), checkpoint.outer
-    if family is None:
+    name, config = FAMILIES.get(checkpoint.architecture), checkpoint.outer
+    if name is None:
         return None, f"there is no own code for the encoder of {checkpoint.architecture}"
+    family = plugins.load(_FOLDER, name)()
     unsupported = family.unsupported_reason(config)
     if unsupported is not None:
         return None, f"{checkpoint.architecture} has {unsupported}"

@@ -8,7 +8,7 @@ import torch
 
 from aioinfer.model.operations.torch_operations import normed
 from aioinfer.model.vision.base import Encoder
-from aioinfer.model.vision.families.siglip import siglip_blocks, siglip_unsupported
+from aioinfer.model.vision.siglip import siglip_blocks, siglip_unsupported
 from aioinfer.model.vision.source import TowerSource, VisionFamily
 from aioinfer.model.vision.tower import Pixels, Tower, TowerState, averaged_patches, unfolded
 from aioinfer.model.weights import StoredMatrix

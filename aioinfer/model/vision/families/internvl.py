@@ -21,13 +21,13 @@ from aioinfer.model.vision.tower import (
     unfolded,
 )
 
-__all__ = ["InternVL"]
+__all__ = ["Internvl"]
 
 #: of the norms of queries and keys, and of the projector's
 _RMS_EPS, _LAYER_EPS = 1e-6, 1e-5
 
 
-class InternVL(VisionFamily):
+class Internvl(VisionFamily):
     """Encoders of InternVL3 and InternVL3.5, as transformers has them."""
 
     prefixes = ("vision_tower.", "multi_modal_projector.")

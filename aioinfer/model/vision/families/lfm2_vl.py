@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from aioinfer.model.linear import TorchLinear
 from aioinfer.model.operations.torch_operations import normed
 from aioinfer.model.vision.base import Encoder
-from aioinfer.model.vision.families.siglip import siglip_blocks, siglip_unsupported
+from aioinfer.model.vision.siglip import siglip_blocks, siglip_unsupported
 from aioinfer.model.vision.source import GELUS, TowerSource, VisionFamily
 from aioinfer.model.vision.tower import Pixels, Tower, TowerState, merged_patches
 

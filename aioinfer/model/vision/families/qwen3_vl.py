@@ -21,14 +21,14 @@ from aioinfer.model.vision.base import Encoder
 from aioinfer.model.vision.source import GELUS, TowerSource, VisionFamily
 from aioinfer.model.vision.tower import Block, Pixels, Rotation, Tower, TowerAttention, TowerState
 
-__all__ = ["Qwen3VL"]
+__all__ = ["Qwen3Vl"]
 
 _EPS = 1e-6
 #: positions of the largest image that the image processors of the releases make
 _LONGEST = 2**14
 
 
-class Qwen3VL(VisionFamily):
+class Qwen3Vl(VisionFamily):
     """Encoders of Qwen3-VL and Qwen3.5, dense or with experts."""
 
     prefixes = ("visual.",)

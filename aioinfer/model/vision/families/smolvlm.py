@@ -11,17 +11,17 @@ from aioinfer.model.linear import Linear, TorchLinear
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import normed
 from aioinfer.model.vision.base import Encoder
-from aioinfer.model.vision.families.siglip import siglip_blocks, siglip_unsupported
+from aioinfer.model.vision.siglip import siglip_blocks, siglip_unsupported
 from aioinfer.model.vision.source import TowerSource, VisionFamily
 from aioinfer.model.vision.tower import Pixels, Tower, TowerState, merged_patches, unfolded
 
-__all__ = ["SmolVLM"]
+__all__ = ["Smolvlm"]
 
 #: fractions of a side are below 1 by this
 _LESS = 1e-6
 
 
-class SmolVLM(VisionFamily):
+class Smolvlm(VisionFamily):
     """Encoders of SmolVLM, SmolVLM2 and Idefics3."""
 
     prefixes = ("vision_model.", "connector.")
