@@ -189,7 +189,8 @@ class FeatureCache:
     def failed(self, step: Step, newest: int) -> bool:
         """A step of the encoder raised: its units are not there; ``newest``: the last launched step. Returns
         whether that was its own fault, and not that of an earlier slice."""
-        assert (encoding := step.encoding) is not None
+        encoding = step.encoding
+        assert encoding is not None, "it was a step of rows"
         numbers = {work.number for work in encoding.works}
         self._lost = {number: last for number, last in self._lost.items() if last >= step.id}
         own = not numbers & self._lost.keys()

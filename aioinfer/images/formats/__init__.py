@@ -1,6 +1,7 @@
 """The image formats of model families, one per file: the text of an image in a prompt, and its units.
 
-``FAMILIES`` lists the architectures that read images; :mod:`aioinfer.images.formats.base` says how to add one.
+``FAMILIES`` lists the architectures that read images; :mod:`aioinfer.images.formats.base` says how to add
+one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ImageFormat: what the images of a model family are in a prompt.
 
-To add a family: a file in this folder with a class that has the file's name in capitals (``qwen3_vl`` ->
+To add a family: a file in this folder with a class that has the file's name in capitals (``qwen3_vl``:
 ``Qwen3Vl``), one of the same name in ``aioinfer/model/vision/families`` for its encoder, and its architectures
 in ``aioinfer/images/formats/__init__.py``.
 """
