@@ -286,7 +286,7 @@ async def test_images_that_nobody_waits_for_are_not_processed(
     await asyncio.to_thread(seen.begun.wait)
     for stream in streams:
         stream.close()
-    while engine.stats().arriving:
+    while engine._started()._intake._wanted:
         await asyncio.sleep(0)
     seen.release.set()
     # The thread takes one prompt with images after the other.
@@ -305,7 +305,7 @@ async def test_a_request_that_comes_while_others_leave_has_its_images(
     first = engine.generate(prompt, PARAMS)
     await asyncio.to_thread(seen.begun.wait)
     first.close()
-    while engine.stats().arriving:
+    while engine._started()._intake._wanted:
         await asyncio.sleep(0)
     second = engine.generate(prompt, PARAMS)
     seen.release.set()
