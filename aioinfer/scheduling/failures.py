@@ -79,9 +79,7 @@ class Failures:
             queues.start_over(sequence)
         return failed
 
-    def _fail_encoding(
-        self, step: Step, error: BaseException, *, once_more: bool = False
-    ) -> list[Sequence]:
+    def _fail_encoding(self, step: Step, error: BaseException, *, once_more: bool = False) -> list[Sequence]:
         """A step of the encoder raised: it was computing for one request, which ends, unless it may try
         ``once_more``. Others that have the same image will see for themselves."""
         features, (sequence,) = self._queues.memory.features, step.concerned

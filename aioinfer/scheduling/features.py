@@ -122,6 +122,8 @@ class FeatureCache:
             entry = self._entries.get(unit.key)
             if entry is not None:
                 entry.pins.discard(sequence.key)
+                if not (entry.pins or entry.encoded):
+                    self._drop(unit.key)  # its state between two layers is larger than features
 
     # -- encoding -------------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ class Packing:
         slots = np.asarray([row.slot for row in rows])
         cu_q = np.cumsum([0, *(row.length for row in rows)])
         positions = np.concatenate([np.arange(row.start, row.kv_length) for row in rows])
-        own, _ = self._packer.pack(step, slots, cu_q, positions)
+        own, features = self._packer.pack(step, slots, cu_q, positions)
+        assert self._packer.needs_own_step(step, slots) == bool(features or "rotary" in own)
         self.desk.bring(step)
         return step, own
 

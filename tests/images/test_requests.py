@@ -131,7 +131,7 @@ async def test_the_same_image_is_cached_and_another_is_not(engine: Engine) -> No
     assert other.prompt_token_ids == first.prompt_token_ids
 
 
-async def test_nothing_of_an_image_but_its_features_is_kept_when_its_request_has_ended(
+async def test_of_an_image_only_features_are_kept_when_its_request_has_ended(
     engine: Engine,
 ) -> None:
     def taken() -> int:

@@ -391,6 +391,18 @@ def test_what_a_failed_step_was_to_drop_is_dropped_later() -> None:
     assert [*reader.toy.keys.values()] == [b"cow".ljust(16)]
 
 
+def test_what_is_begun_for_nobody_is_dropped() -> None:
+    """Between its layers an image takes more memory than its features."""
+    reader = Reader(patches=16)
+    first = reader.submit("cat", 3, patches=40)
+    reader.desk.bring(reader.launched())
+    assert reader.toy.begun
+    reader.desk.scheduler.finish(first, "abort")
+    reader.submit("dog", 3)
+    reader.steps()
+    assert not reader.toy.begun
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_prompts_read_their_own_images(seed: int) -> None:
     """Any order of steps in flight; the toy checks each row."""

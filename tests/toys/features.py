@@ -15,24 +15,24 @@ class ToyFeatures:
         self._support = support
         self.keys: dict[int, bytes] = {}
         #: slices that are computed of units that are not whole
-        self._begun: dict[int, int] = {}
+        self.begun: dict[int, int] = {}
         #: by key, how often it was encoded
         self.encoded: dict[bytes, int] = {}
 
     def encode(self, encoding: Encoding) -> None:
         for number in encoding.dropped:
             self.keys.pop(number, None)
-            self._begun.pop(number, None)
+            self.begun.pop(number, None)
         for work in encoding.works:
             self._work(work)
 
     def _work(self, work: EncodeWork) -> None:
         if work.number in self.keys:
             raise TaintError(f"features {work.number} are encoded twice")
-        if self._begun.pop(work.number, 0) != work.part:
+        if self.begun.pop(work.number, 0) != work.part:
             raise LookupError(f"slice {work.part} of features {work.number} does not follow the last one")
         if not work.ends:
-            self._begun[work.number] = work.part + 1
+            self.begun[work.number] = work.part + 1
             return
         self.keys[work.number] = work.unit.key
         self.encoded[work.unit.key] = self.encoded.get(work.unit.key, 0) + 1
@@ -41,7 +41,7 @@ class ToyFeatures:
         """A step of the encoder failed."""
         for work in encoding.works:
             self.keys.pop(work.number, None)
-            self._begun.pop(work.number, None)
+            self.begun.pop(work.number, None)
 
     def check(self, row: Row) -> None:
         """Raise TaintError unless a row has the features of all its positions that are images'; LookupError:
