@@ -329,8 +329,9 @@ class Scheduler:
                 return False
             self.retract(victim)
         queues.admitted(sequence)
-        finder = queues.memory.finder
-        if finder is not None and not failed_before(sequence):
+        finder, cached = queues.memory.finder, sequence.kv.cached_pages * queues.memory.pages.page_size
+        # Nothing is read over what was copied for a fork.
+        if finder is not None and sequence.cursor.computed <= cached and not failed_before(sequence):
             arrival = finder.find(sequence)
             if arrival is not None:
                 queues.arrive(arrival)

@@ -16,6 +16,7 @@ from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.sampling.batch import PenaltyReset
 from aioinfer.sampling.sampler import Sampler
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Step
 from tests.sampling.test_sampler import make_batch
 from tests.scheduling.desk import STOP, Desk
@@ -207,3 +208,35 @@ def test_retraction_waits_for_fenced_pages_instead_of_emptying_the_engine() -> N
         desk.bring(flight)
     assert desk.scheduler.plan() is not None
     assert len(request.kv.pages) == 4
+
+
+def test_a_page_that_was_copied_for_a_fork_is_not_read_from_a_store() -> None:
+    """Both would fill it, and what arrives be counted behind it."""
+
+    class Finder:
+        def __init__(self) -> None:
+            self.asked: list[Sequence] = []
+
+        def find(self, sequence: Sequence) -> None:
+            self.asked.append(sequence)
+
+        def committed(self, sequence: Sequence, start: int, stop: int) -> None:
+            pass
+
+        def distrusted(self, sequence: Sequence, start: int, stop: int) -> None:
+            pass
+
+    desk, finder = Desk(share_prefix_tokens=0), Finder()
+    desk.memory.finder = finder
+    copied: list[tuple[int, int]] = []
+    desk.memory.copy_page = lambda source, copy: copied.append((source, copy))
+    parent = desk.submit(20, max_tokens=20)
+    desk.round()
+    desk.memory.flush()
+    fork = desk.submit(parent.prompt_ids)
+    fork.forked = parent, 12
+    other = desk.submit(9)
+    desk.round()
+    assert len(copied) == 1
+    assert fork.cursor.computed == 20
+    assert finder.asked == [parent, other]
