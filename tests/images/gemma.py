@@ -74,7 +74,8 @@ def gemma4(path: Path, *, clipped: bool = False, within: bool = True, **text: An
         path,
         "Gemma4",
         text_config={
-            **_TEXT, "vocab_size": len(tokenizer), "pad_token_id": 0, "global_head_dim": 32, **text
+            **_TEXT, "vocab_size": len(tokenizer), "vocab_size_per_layer_input": len(tokenizer),
+            "pad_token_id": 0, "global_head_dim": 32, **text,
         },
         vision_config={
             **_VISION, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2,
