@@ -1,20 +1,20 @@
-"""Arguments: the structures that the kernels' entry points take, and the tables of all of them.
+"""Arguments: the structures that the kernels' entry points take; those of sampling follow in
+:mod:`aioinfer.native.sampling_arguments`.
 
 ``source/interface.hpp`` gives the meaning of every field.
 """
 
 from __future__ import annotations
 
-from aioinfer.native.structures import ENTRIES, STRUCTURES, Address, Arguments, structure
+from aioinfer.native.structures import Address, Arguments, structure
 
 __all__ = [
-    "ENTRIES", "STRUCTURES",
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
     "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
-    "LayerArguments", "LinearArguments", "LogprobsArguments", "LowRankTarget", "MappedExpertsArguments",
-    "MappedWeightsArguments", "MasksArguments", "MixArguments", "PenaliseArguments", "PerLayerArguments",
+    "LayerArguments", "LinearArguments", "LowRankTarget", "MappedExpertsArguments",
+    "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
     "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments",
-    "RouterArguments", "SampleArguments", "SelfAttentionArguments", "SetExpertArguments",
+    "RouterArguments", "SelfAttentionArguments", "SetExpertArguments",
     "ShortConvArguments", "WeightsArguments",
 ]  # fmt: skip
 
@@ -435,76 +435,3 @@ class AdaptArguments(Arguments):
     adapter: Address
     layers: Address
     count: int
-
-
-@structure("sample", by_number=False)
-class SampleArguments(Arguments):
-    """Sample one token per row."""
-
-    pool: Address
-    logits: Address
-    rows: int
-    vocab: int
-    stride: int
-    temperature: Address
-    top_p: Address
-    min_p: Address
-    top_k: Address
-    seeds: Address
-    positions: Address
-    bans: int
-    banned_rows: Address
-    banned_ids: Address
-    bad: int
-    tokens: Address
-
-
-@structure("penalise", by_number=False)
-class PenaliseArguments(Arguments):
-    """``out``: logits with penalties."""
-
-    pool: Address
-    logits: Address
-    rows: int
-    vocab: int
-    stride: int
-    counts: Address
-    lines: int
-    row_of: Address
-    num_slots: int
-    slots: Address
-    repetition: Address
-    presence: Address
-    frequency: Address
-    in_prompt: int
-    out: Address
-
-
-@structure("apply_masks", by_number=False)
-class MasksArguments(Arguments):
-    """Set logits to -inf where the masks have no bit."""
-
-    pool: Address
-    logits: Address
-    num_rows: int
-    vocab: int
-    stride: int
-    count: int
-    rows: Address
-    masks: Address
-    words: int
-
-
-@structure("logprobs", by_number=False)
-class LogprobsArguments(Arguments):
-    """Logprobs of rows."""
-
-    pool: Address
-    logits: Address
-    vocab: int
-    stride: int
-    count: int
-    top: int
-    totals: Address
-    top_values: Address
-    top_ids: Address

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from aioinfer.forks import in_children
-from aioinfer.native.arguments import ENTRIES, STRUCTURES
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.levels import SHIPPED, origin
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
+from aioinfer.native.sampling_arguments import ENTRIES, STRUCTURES
 from aioinfer.native.structures import Arguments, describe
 from aioinfer.native.trust import open_trusted
 

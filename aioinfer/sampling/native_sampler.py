@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 
-from aioinfer.native.arguments import (
+from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.sampling_arguments import (
     LogprobsArguments,
     MasksArguments,
     PenaliseArguments,
     SampleArguments,
 )
-from aioinfer.native.bindings import ThreadPool
 from aioinfer.native.tensors import address, rows_address
 from aioinfer.sampling import logits_processors
 from aioinfer.sampling.batch import SamplingBatch

@@ -366,7 +366,10 @@ def test_rows_that_go_on_send_nothing_and_changes_send_once() -> None:
 
 def test_steps_that_read_more_than_samples_are_no_replays() -> None:
     packer = Packer(TokenPacker(SLOTS), SLOTS, PAGES, PAGE, GraphShapes(mixed_shapes(SLOTS, 64)))
-    request: Any = SimpleNamespace(prompt_ids=[1, 2, 3, 4], params=SamplingParams(prompt_logprobs=1))
+    output = SimpleNamespace(images=None)
+    request: Any = SimpleNamespace(
+        prompt_ids=[1, 2, 3, 4], params=SamplingParams(prompt_logprobs=1), output=output
+    )
 
     def shape(**more: Any) -> GraphShape | None:
         data = NewRequestData(request.params, 1, frozenset(), [1, 2, 3, 4], [])

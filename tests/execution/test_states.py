@@ -55,6 +55,7 @@ class Running:
     """A "model" whose state is a number that every token moves on, and which likes one token by it."""
 
     capturable = True
+    encoder = None
     invariant = True
     seconds: Mapping[str, float] = MappingProxyType({})
     spec = SPEC

@@ -1,7 +1,6 @@
 """The image formats of model families, one per file: the text of an image in a prompt, and its units.
 
-``FAMILIES`` lists the architectures that read images; :mod:`aioinfer.images.formats.base` says how to add
-one.
+``FAMILIES`` lists the architectures that read images; to add one, see :mod:`aioinfer.images.formats.base`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ImageFormat: what the images of a model family are in a prompt.
 
-To add a family: a file in this folder with a class that has the file's name in capitals (``qwen3_vl``:
-``Qwen3Vl``), one of the same name in ``aioinfer/model/vision/families`` for its encoder, and its architectures
-in ``aioinfer/images/formats/__init__.py``.
+To add a family: a file in this folder with a class that has the file's name in capitals (``qwen3_vl`` ->
+``Qwen3Vl``), one of the same name in ``aioinfer/model/vision/families`` for its encoder, and its
+architectures in ``aioinfer/images/formats/__init__.py``.
 """
 
 from __future__ import annotations

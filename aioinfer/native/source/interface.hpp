@@ -1,8 +1,8 @@
 // The C interface that aioinfer.native.bindings calls.
 //
 // An entry point with more than three arguments takes one pointer to a structure. The structures are defined here and,
-// with the same names and fields, in aioinfer/native/arguments.py; layout.hpp lists their fields for the comparison that
-// Python makes when it loads the library.
+// with the same names and fields, in aioinfer/native/arguments.py and sampling_arguments.py; layout.hpp lists their
+// fields for the comparison that Python makes when it loads the library.
 //
 // An entry point that makes an object returns null on failure, others return false; ``aioinfer_error`` gives the reason
 // to the calling thread, and ``aioinfer_error_kind`` what it was about. Sizes and strides are counted in elements. The
