@@ -225,8 +225,7 @@ class Output:
         self.error: BaseException | None = None
         #: some tokens have no text yet: the output has not ended, and these are not delivered
         self.text_behind = False
-        #: nothing but text and token ids is read of it before its end, and tokens have their text when they
-        #: come
+        #: before its end only text and ids are read of it, and tokens have their text when they come
         self.plain = False
 
         self.arrival = arrival

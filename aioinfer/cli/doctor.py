@@ -105,13 +105,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     """Findings on what an engine would run. Raises ConfigError."""
     from aioinfer.execution.cuda_device import pick_device
     from aioinfer.model.inspection import LoadOptions, inspect_model
-    from aioinfer.model.kernels import (
-        check_kv_dtype,
-        choose_attention,
-        choose_experts,
-        choose_layers,
-        one_way,
-    )
+    from aioinfer.model.kernels import check_kv_dtype, choose_attention, choose_experts, choose_layers
     from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
     device = pick_device(config.device)
@@ -157,7 +151,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         *_weights(config, model, layers, backend),
         *_needed(config, model, options, layers),
         *_diffusion(config, model),
-        *_images(model, one_way(attention) if model.two_way else ""),
+        *_images(model, attention),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),
         Finding("operations", operations),
@@ -188,8 +182,10 @@ def _diffusion(config: EngineConfig, model: ModelInfo) -> list[Finding]:
     return [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
 
 
-def _images(model: ModelInfo, one_way: str) -> list[Finding]:
-    if reason := model.blind_reason or one_way:
+def _images(model: ModelInfo, attention: Backend) -> list[Finding]:
+    from aioinfer.model.kernels import one_way
+
+    if reason := model.blind_reason or (one_way(attention) if model.two_way else ""):
         return [Finding("images", f"are not read: {reason}")]
     return [Finding("images", "are read by its own encoder")] if model.images else []
 

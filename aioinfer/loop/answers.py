@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioinfer.errors import EngineError, ProcessorFailed, RequestError, StepFailed
-from aioinfer.loop.core import complete_logprobs
+from aioinfer.loop.logprobs import complete_logprobs
 from aioinfer.scheduling.sequence import ParkedFor
 from aioinfer.steering.processors import waits
 from aioinfer.steering.state import Answer, Question, SteeringState, checked

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.cache.pages import PageAllocator
@@ -23,11 +24,11 @@ from aioinfer.errors import ConfigError, Rejected, StepFailed, shown
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop.checks import Checks
 from aioinfer.loop.generation import generation
+from aioinfer.loop.logprobs import extend, record_logprobs
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.resumption import Resumption, check_adapter, replay, replay_block
 from aioinfer.loop.texts import Texts, output_text
-from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
@@ -287,13 +288,7 @@ class Core:
             sequence.take_version(self.weight_version)
         else:
             resumption.place(sequence, cell, self.weight_version)
-        # A model that drafts reads no images.
-        reads = output.images is None or self.info.draft_unit is None
-        if reads and self.preparing.speculates(params):
-            prompt = np.frombuffer(sequence.token_key(0, len(prompt_ids)), np.int32)
-            prediction = NO_IDS if prepared.prediction is None else prepared.prediction
-            drafts = DraftRequest(prompt, prediction, output.label or "")
-            sequence.drafting = Drafting(drafts, self._usual_rates)
+        self._draft(sequence, prepared.prediction)
         if request.deadline is not None and not sequence.output_ids and queued is None:
             self._check_deadline(sequence)
         try:
@@ -305,6 +300,15 @@ class Core:
         if self.holding_back and output.admitted_at is None:
             self.scheduler.queues.park(sequence, ParkedFor.UPDATE)
         return sequence
+
+    def _draft(self, sequence: Sequence, prediction: npt.NDArray[np.int32] | None) -> None:
+        """Have tokens of a new request drafted, if they are. A model that drafts reads no images."""
+        output = sequence.output
+        reads = output.images is None or self.info.draft_unit is None
+        if reads and self.preparing.speculates(sequence.params):
+            prompt = np.frombuffer(sequence.token_key(0, len(sequence.prompt_ids)), np.int32)
+            drafts = DraftRequest(prompt, NO_IDS if prediction is None else prediction, output.label or "")
+            sequence.drafting = Drafting(drafts, self._usual_rates)
 
     def _check_deadline(self, sequence: Sequence) -> None:
         """Raise Rejected for a new request that would miss its deadline."""
@@ -468,43 +472,16 @@ class Core:
     def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Sequence]) -> list[Sequence]:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
         ended: list[Sequence] = []
-        decodes = step.generating.sequences
-        for index in result.logprobs.keys() | result.forced.keys():
-            sequence = (
-                decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].sequence
-            )
-            if sequence.params.logprobs is None:
-                continue
-            # After the end of the output there are none.
-            missing = len(sequence.output_ids) - len(sequence.output.logprobs)
-            if missing > 0:
-                sequence.output.logprobs += result.logprobs.get(index, ())[:missing]
-                complete_logprobs(sequence)
+        record_logprobs(step, result)
         for index, scored in result.prompt_logprobs.items():
-            row = step.prefilling[index - len(decodes)]
+            row = step.prefilling[index - step.num_generating]
             if row.scores is None or self._behind_failure(step, row):
                 continue
             try:
-                sequence = row.sequence
-                _extend(
-                    sequence.output.prompt_logprobs, row.scores[0] - sequence.request.first_scored, scored
-                )
+                output, begin = row.sequence.output, row.sequence.request.first_scored
+                extend(output.prompt_logprobs, row.scores[0] - begin, scored)
             except BaseException as error:
                 self.texts.end(row.sequence, error)
                 if row.sequence not in advanced:
                     ended.append(row.sequence)
         return ended
-
-
-def complete_logprobs(sequence: Sequence) -> None:
-    """Tokens that were not sampled were certain."""
-    logprobs, ids = sequence.output.logprobs, sequence.output_ids
-    logprobs += [TokenLogprob(token, 0.0, ()) for token in ids[len(logprobs) :]]
-
-
-def _extend(known: list[TokenLogprob], first: int, logprobs: abc.Sequence[TokenLogprob]) -> None:
-    """Append records of the prompt's tokens from the ``first`` on."""
-    # A step from before a retraction may have recorded some of them already.
-    there = len(known) - first
-    if there >= 0:
-        known += logprobs[there:]

@@ -88,6 +88,7 @@ class NativeDecoder:
 
     capturable = False
     invariant = True
+    encoder: Encoder | None = None
 
     def __init__(
         self,
@@ -110,7 +111,6 @@ class NativeDecoder:
         self.spec = spec
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._eps, embedding = trunk.norm.eps, trunk.embedding
-        #: every table once, by its identity
         self._ropes = {id(rope): rope for layer in trunk.layers if (rope := layer.mixer.rope) is not None}
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
@@ -142,7 +142,6 @@ class NativeDecoder:
             self.adapters = NativeAdapters(self._stack, targets.targets, places, targets.max_rank)
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self.updates: Recipe | None = None
-        self.encoder: Encoder | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
         #: arguments of every forward: a decoder computes one step at a time
         self._arguments = arguments = ForwardArguments.zeros()

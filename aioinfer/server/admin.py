@@ -25,8 +25,8 @@ from aioinfer.server.confinement import Confined
 from aioinfer.server.http.access import host_name
 from aioinfer.server.http.failures import Failure, Refused, as_failure
 from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.objects import json_object
 from aioinfer.server.http.records import add_headers, recorded
-from aioinfer.server.openai.protocol import json_object
 from aioinfer.server.status import send_trace
 
 __all__ = ["ADMIN_HOST", "admin_application"]

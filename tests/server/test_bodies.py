@@ -12,7 +12,7 @@ import pytest
 from aioinfer.errors import InvalidRequest, Rejected
 from aioinfer.server.http import bodies
 from aioinfer.server.http.bodies import BODIES, BodyBytes
-from aioinfer.server.openai.protocol import json_object
+from aioinfer.server.http.objects import json_object
 from tests.engine.conftest import Gate
 from tests.server.conftest import Connect, Served, Serving
 from tests.server.raw import request
@@ -127,7 +127,7 @@ class Name(str):
 
 @pytest.mark.parametrize("twice", [0, 1, 9_999])
 def test_keys_that_are_equal_are_found_in_one_pass(twice: int) -> None:
-    from aioinfer.server.openai.protocol import _once
+    from aioinfer.server.http.objects import _once
 
     Name.compared = 0
     pairs = [(Name(at), at) for at in range(10_000)]

@@ -6,7 +6,6 @@ other protocols. An error names the field of the body, and not the parameter tha
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from aioinfer.errors import EngineClosed, InvalidRequest, renamed, renamed_field
 from aioinfer.params import SamplingParams
 from aioinfer.request import SentOptions
 from aioinfer.server.http.failures import Failure, Refused
+from aioinfer.server.http.objects import json_object
 from aioinfer.server.openai.diffusion import parse_diffusion
 from aioinfer.server.openai.fields import (
     MAX_CHOICES,
@@ -51,7 +51,6 @@ __all__ = [
     "chat_messages",
     "check_count",
     "format_beside",
-    "json_object",
     "model_not_found",
     "options_of",
     "parse_chat",
@@ -60,7 +59,6 @@ __all__ = [
     "variables_of",
 ]
 
-_LONGEST_INTEGER = 64
 #: options of a request that are fields of a body under their own names
 OPTIONS = tuple(SentOptions.__annotations__.keys() - {"adapter", "pooling", "queue_behind", "request_id"})
 _ObjectT = TypeVar("_ObjectT", bound=Object)
@@ -319,33 +317,11 @@ def chat_messages(given: Any, served: Served, before: int = 0) -> Any:
 
 
 def read(kind: type[_ObjectT], raw: bytes, served: Served) -> _ObjectT:
-    """A body for the served model. Raises InvalidRequest for what :func:`json_object` or ``kind`` refuses,
-    and Refused for another model."""
+    """A body for the served model. Raises InvalidRequest for what ``json_object`` or ``kind`` refuses, and
+    Refused for another model."""
     body = json_object(raw)
     served.name(body.get("model"))
     return admit(kind, body)
-
-
-def json_object(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body. NaN, infinity, unbounded nesting, numbers of many digits and a key that is
-    there twice are refused with InvalidRequest."""
-    try:
-        body = json.loads(
-            raw.decode(),
-            parse_constant=_no_constant,
-            parse_int=_integer,
-            parse_float=_float,
-            object_pairs_hook=_once,
-        )
-    except InvalidRequest:
-        raise
-    except RecursionError:
-        raise InvalidRequest("body", "is nested too deeply") from None
-    except ValueError as error:
-        raise InvalidRequest("body", f"is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest("body", "must be a JSON object")
-    return body
 
 
 def _call(
@@ -479,34 +455,3 @@ def _sampling(
         return SamplingParams(**values)
     except InvalidRequest as refused:
         raise renamed(refused, names) from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys differ: of two equal ones, one would be ignored."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise InvalidRequest("body", f"has the key {shown(name)} twice in one object")
-            seen.add(name)
-    return found
-
-
-def _integer(digits: str) -> int:
-    """A Python function, so that other threads run between the integers of a long list; numbers of thousands
-    of digits take long, and no field has one."""
-    if len(digits) > _LONGEST_INTEGER:
-        raise ValueError(f"an integer has {len(digits)} digits")
-    return int(digits)
-
-
-def _float(digits: str) -> float:
-    """As :func:`_integer`."""
-    if len(digits) > _LONGEST_INTEGER:
-        raise ValueError(f"a number has {len(digits)} digits")
-    return float(digits)
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
