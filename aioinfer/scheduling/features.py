@@ -64,8 +64,8 @@ class FeatureCache:
         self.capacity = capacity
         self.two_way = two_way
         self._step_patches = step_patches
-        #: by the keys of units, the least recently used first
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        #: by :func:`_name`, the least recently used first
+        self._entries: OrderedDict[tuple[str, bytes], _Entry] = OrderedDict()
         #: positions of these
         self.positions = 0
         self._next = 1
@@ -85,7 +85,7 @@ class FeatureCache:
         missing is wanted from now on."""
         self._wanted.pop(sequence.key, None)
         for index, unit in _overlapping(sequence, start, stop):
-            entry = self._entries.get(unit.key)
+            entry = self._entries.get(_name(sequence, unit))
             if entry is None or not entry.encoded:
                 self._wanted[sequence.key] = sequence, index, stop
                 return max(start, unit.start)
@@ -107,8 +107,9 @@ class FeatureCache:
         """The features of a row of positions [start, stop), which is planned now."""
         found = []
         for _, unit in _overlapping(sequence, start, stop):
-            entry = self._entries[unit.key]
-            self._entries.move_to_end(unit.key)
+            name = _name(sequence, unit)
+            entry = self._entries[name]
+            self._entries.move_to_end(name)
             first, last = max(start, unit.start), min(stop, unit.stop)
             found.append(RowFeatures(first - start, entry.number, first - unit.start, last - first))
             if last == unit.stop:
@@ -119,11 +120,11 @@ class FeatureCache:
         """No chunk of the request is computed any more, or until it goes on."""
         self._wanted.pop(sequence.key, None)
         for unit in _units(sequence):
-            entry = self._entries.get(unit.key)
+            entry = self._entries.get(_name(sequence, unit))
             if entry is not None:
                 entry.pins.discard(sequence.key)
                 if not (entry.pins or entry.encoded):
-                    self._drop(unit.key)  # its state between two layers is larger than features
+                    self._drop(_name(sequence, unit))  # its state between two layers is larger than features
 
     # -- encoding -------------------------------------------------------------------------------
 
@@ -150,7 +151,9 @@ class FeatureCache:
         for unit in _units(sequence)[index:]:
             if unit.start >= stop:
                 break
-            entry = self._entries.get(unit.key) or (self._make(unit) if begins else None)
+            entry = self._entries.get(_name(sequence, unit))
+            if entry is None and begins:
+                entry = self._make(sequence, unit)
             if entry is None:
                 return works, True
             entry.pins.add(sequence.key)
@@ -164,7 +167,7 @@ class FeatureCache:
                 left -= cost
         return works, False
 
-    def _make(self, unit: ImageUnit) -> _Entry | None:
+    def _make(self, sequence: Sequence, unit: ImageUnit) -> _Entry | None:
         """An entry for a unit; None while there is no room beside what is pinned."""
         room = self.capacity - unit.length
         if self.positions > room:
@@ -177,11 +180,11 @@ class FeatureCache:
                 return None
         entry = _Entry(self._next, unit.length, max(1, -(-unit.patches // self._step_patches)))
         self._next += 1
-        self._entries[unit.key] = entry
+        self._entries[_name(sequence, unit)] = entry
         self.positions += entry.length
         return entry
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: tuple[str, bytes]) -> None:
         entry = self._entries.pop(key)
         self.positions -= entry.length
         self._dropped.append(entry.number)
@@ -205,8 +208,8 @@ class FeatureCache:
     def distrust(self, sequence: Sequence) -> None:
         """The features that a request reads are not to be read again."""
         for unit in _units(sequence):
-            if unit.key in self._entries:
-                self._drop(unit.key)
+            if (name := _name(sequence, unit)) in self._entries:
+                self._drop(name)
 
     def lacked(self, step: Step) -> bool:
         """Whether a step that raised had rows whose features were never made: the fault of none of them."""
@@ -222,12 +225,12 @@ class FeatureCache:
     def audit(self, prefilling: abc.Collection[Sequence]) -> None:
         """Assert by walking that what is pinned is needed."""
         needed = {
-            (unit.key, sequence.key)
+            (_name(sequence, unit), sequence.key)
             for sequence in prefilling
             for unit in _units(sequence)
             if unit.stop > sequence.cursor.computed
         }
-        pinned = {(unit, key) for unit, entry in self._entries.items() for key in entry.pins}
+        pinned = {(name, key) for name, entry in self._entries.items() for key in entry.pins}
         assert pinned <= needed, "features are pinned for a request that does not need them"
         keys = {sequence.key for sequence in prefilling}
         assert self._wanted.keys() <= keys, "features are wanted for a request that is not prefilling"
@@ -237,6 +240,11 @@ class FeatureCache:
 def _units(sequence: Sequence) -> tuple[ImageUnit, ...]:
     images = sequence.output.images
     return () if images is None else images.units
+
+
+def _name(sequence: Sequence, unit: ImageUnit) -> tuple[str, bytes]:
+    """Names features. How soon an answer comes tells nobody which images those with other salts have sent."""
+    return sequence.namespace.salt, unit.key
 
 
 def _overlapping(sequence: Sequence, start: int, stop: int) -> abc.Iterator[tuple[int, ImageUnit]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aioinfer.cache.namespace import Namespace
 from aioinfer.images.prompt import ImageUnit, PromptImages, shown, words
 from aioinfer.images.support import ImageSupport
 from aioinfer.scheduling.audit import audit
@@ -147,6 +148,15 @@ def test_features_are_shared_by_prompts_that_have_the_same_image_elsewhere() -> 
     steps = reader.steps()
     assert sum(step.encoding is not None for step in steps) == 1
     assert list(reader.toy.encoded.values()) == [1]
+
+
+def test_features_are_shared_with_the_same_salt_alone() -> None:
+    reader = Reader()
+    for salt in ("one", "other", "one"):
+        ids, images = prompt(3, "cat")
+        reader.desk.submit(ids, 2, images, namespace=Namespace(salt))
+        reader.steps()
+    assert reader.toy.encoded == {b"cat".ljust(16): 2}
 
 
 def test_a_large_unit_is_computed_in_slices_between_which_others_decode() -> None:
