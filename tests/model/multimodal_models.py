@@ -36,7 +36,9 @@ _PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 16}
 _AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _SLIDING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 # The whole model takes the padding for the tokens of images, even where there is none: these have other ids.
-_GEMMA4 = {**_HEADS, **_SLIDING, "global_head_dim": 32, "pad_token_id": 0}
+_GEMMA4 = {
+    **_HEADS, **_SLIDING, "global_head_dim": 32, "pad_token_id": 0, "vocab_size_per_layer_input": VOCAB
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _IMAGE_ID, _IMAGE_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
 _TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
@@ -95,7 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
     # Of text, images and sounds.
     "gemma4": ("Gemma4",
         {**_GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16},
         {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
         {"audio_config": {**_AUDIO, "output_proj_dims": 64}}),
     "gemma4-deaf": ("Gemma4",
