@@ -330,9 +330,11 @@ async def test_an_idle_engine_holds_no_images(engine: Engine) -> None:
         found = LEDGER.entries().get("images of prompts")
         return 0 if found is None else found.promised
 
+    # Engines of other tests may be there still, since aiohttp keeps applications.
+    before = held()
     streams = [engine.generate(asked(picture(50, 40, at)), PARAMS) for at in range(6)]
     await streams[0].accepted()
-    assert held() > 0
+    assert held() > before
     await asyncio.gather(*streams)
     del streams
-    await until(lambda: not held())
+    await until(lambda: held() <= before)
