@@ -2,4 +2,5 @@
 
 python -m examples.training.train_chat              tiny-chat
 python -m examples.training.train_diffusion         tiny-diffusion, from tiny-chat
+python -m examples.training.train_vision            tiny-vision
 """

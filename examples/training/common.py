@@ -1,10 +1,10 @@
-"""What the training scripts of both bundled models share: tokens, packing, optimisers, text files."""
+"""What the training scripts of the bundled models share: tokens, packing, optimisers, text files."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,18 +82,25 @@ def take_step(optimizers: list[torch.optim.Optimizer], rate: float) -> None:
         optimizer.zero_grad()
 
 
-def save_text_files(tokenizer: Tokenizer, out: Path, max_length: int) -> None:
+def save_text_files(
+    tokenizer: Tokenizer,
+    out: Path,
+    max_length: int,
+    specials: Sequence[str] = SPECIALS,
+    template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
     """Write the tokenizer, its chat template and ``generation_config.json``."""
     out.mkdir(parents=True, exist_ok=True)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=SPECIALS[PAD],
-        eos_token=SPECIALS[END],
-        additional_special_tokens=SPECIALS[2:],
+        pad_token=specials[PAD],
+        eos_token=specials[END],
+        additional_special_tokens=list(specials[2:]),
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = template
     fast.save_pretrained(out)
     generation = {"do_sample": False, "eos_token_id": END, "pad_token_id": PAD}
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
+    return fast
