@@ -1,15 +1,20 @@
 """Train and evaluate the bundled tiny-vision: a small Idefics3 that answers questions about drawings.
 
-    python -m examples.training.train_vision            # half an hour on two cores
+    python -m examples.training.train_vision            # a quarter of an hour on two cores
     python -m examples.training.train_vision --eval     # exact match per task on held-out drawings
 
 Everything is made here: the drawings (drawings.py), the questions (drawing_tasks.py), the byte-level BPE
 tokenizer, the weights. A drawing is 64 x 64 pixels for the model, which are 64 patches and 16 tokens. The
 result is an ordinary Hugging Face directory, its image processor included.
 
-The vision part learns alone at first: a linear head, which is not kept, says of each patch what shapes,
-digits and colours are in it. From answers alone it learns colours in minutes, and no shapes in ten. Then all
-parts learn from conversations together.
+The vision part learns alone at first: a linear head, which is not kept, says of each patch what shape, digit
+and colours are in it. From answers alone it learns colours in minutes, and no shapes in ten. Then all parts
+learn from conversations together.
+
+The bundled weights took 14 minutes on two cores (1,100 steps of the vision part, 1,250 of all), and answer 504
+of 504 held-out questions of the first six tasks through the engine in bfloat16. Their mix also had questions
+for yes or no, and for one of two images, which they did not learn (0.48 and 0.63 right) and which were taken
+out; and so was the counting that the small talk still speaks of.
 """
 
 from __future__ import annotations
@@ -503,12 +508,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=DEFAULT_OUT, help="directory to evaluate")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory to write")
     parser.add_argument("--start", type=Path, help="directory whose weights to start from")
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--minutes", type=float, default=30.0, help="end earlier if that takes longer")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--minutes", type=float, default=15.0, help="end earlier if that takes longer")
     parser.add_argument(
-        "--vision-share", type=float, default=0.3, help="of the time, for the vision part alone"
+        "--vision-share", type=float, default=0.42, help="of the time, for the vision part alone"
     )
-    parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--peak", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="train without a compiler")
