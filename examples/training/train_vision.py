@@ -11,10 +11,10 @@ The vision part learns alone at first: a linear head, which is not kept, says of
 and colours are in it. From answers alone it learns colours in minutes, and no shapes in ten. Then all parts
 learn from conversations together.
 
-The bundled weights took 14 minutes on two cores (1,100 steps of the vision part, 1,250 of all), and answer 504
-of 504 held-out questions of the first six tasks through the engine in bfloat16. Their mix also had questions
-for yes or no, and for one of two images, which they did not learn (0.48 and 0.63 right) and which were taken
-out; and so was the counting that the small talk still speaks of.
+The bundled weights took 14 minutes on two cores (1,100 steps of the vision part, 1,250 of all), and answer
+504 of 504 held-out questions of the first six tasks through the engine in bfloat16. Their mix also had
+questions for yes or no, and for one of two images, which they did not learn (0.48 and 0.63 right) and which
+were taken out; and so was the counting that the small talk still speaks of.
 """
 
 from __future__ import annotations

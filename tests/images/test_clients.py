@@ -11,7 +11,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from PIL import Image
 
 from aioinfer import Engine, EngineConfig
 from aioinfer.config import ServerConfig
