@@ -194,8 +194,8 @@ def _exchanges(rng: random.Random) -> list[Message]:
     """Questions about the same drawings, of which the first brings them; or small talk."""
     kind = rng.random()
     if kind < 0.06:
-        question = rng.choice(sorted(SMALL_TALK))
-        return _turn([{"type": "text", "text": question}], SMALL_TALK[question])
+        said = rng.choice(sorted(SMALL_TALK))
+        return _turn([{"type": "text", "text": said}], SMALL_TALK[said])
     if kind < 0.28:
         scenes = several_scenes(rng, test=False)
         questions = questions_about_several(scenes, rng)

@@ -157,8 +157,9 @@ def make_sample(tokenizer: Tokenizer, messages: list[Message]) -> Sample:
     for message in messages:
         answer = message["role"] == "assistant"
         sample.append([ROLES[message["role"]]], False)
-        parts = message["content"]
-        for part in [{"type": "text", "text": parts}] if isinstance(parts, str) else parts:
+        content = message["content"]
+        parts: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for part in parts:
             if part["type"] == "image":
                 sample.images.append(pixels(part["image"]))
                 sample.append([AROUND, GLOBAL, *[IMAGE] * IMAGE_TOKENS, AROUND], False)
@@ -265,7 +266,7 @@ def scaled(images: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
 
 
 def make_model(vocab_size: int) -> Idefics3ForConditionalGeneration:
-    text = {
+    text: dict[str, Any] = {
         "model_type": "llama",
         "vocab_size": vocab_size,
         "hidden_size": 192,
@@ -345,7 +346,8 @@ def see(vision: Any, images: Tensor) -> Tensor:
     hidden = vision.embeddings(images, patches)
     for layer in vision.encoder.layers:
         hidden = layer(hidden, None)
-    return vision.post_layernorm(hidden)
+    found: Tensor = vision.post_layernorm(hidden)
+    return found
 
 
 def label_loss(parts: torch.nn.ModuleDict, batch: dict[str, Tensor]) -> Tensor:
