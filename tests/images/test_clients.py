@@ -37,7 +37,7 @@ def uri(scene: Scene) -> str:
 @pytest.fixture
 async def url() -> AsyncIterator[str]:
     engine = Engine(EngineConfig(model="tiny-vision", threads=1))
-    async with engine, run_server(engine, ServerConfig()) as running:
+    async with engine, run_server(engine, ServerConfig(port=0)) as running:
         yield str(running.url)
 
 
@@ -90,12 +90,8 @@ async def test_anthropic_messages_see(url: str, form: str) -> None:
         parts: Any = [{"type": "image", "source": source}, {"type": "text", "text": ASKED}]
         messages: Any = chat(parts)
         counted = await client.messages.count_tokens(model="tiny-vision", messages=messages)
-        found = await client.messages.create(
-            model="tiny-vision", max_tokens=48, messages=messages, temperature=0
-        )
+        found = await client.messages.create(model="tiny-vision", max_tokens=48, messages=messages)
         assert found.content[0].text == describe(SEVEN)
         assert found.usage.input_tokens == counted.input_tokens > 16
-        async with client.messages.stream(
-            model="tiny-vision", max_tokens=48, messages=messages, temperature=0
-        ) as stream:
+        async with client.messages.stream(model="tiny-vision", max_tokens=48, messages=messages) as stream:
             assert await stream.get_final_text() == describe(SEVEN)

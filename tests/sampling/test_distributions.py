@@ -118,6 +118,7 @@ class SameLogits:
     def __init__(self, logits: npt.NDArray[np.float32], device: torch.device) -> None:
         self._logits = torch.from_numpy(logits).to(device)
         self.spec: Any = None
+        self.encoder = None
 
     def forward(self, batch: Any, attention: Any) -> torch.Tensor:
         return self._logits.expand(len(batch.logits_rows), -1).clone()

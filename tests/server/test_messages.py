@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
-    ({"messages": [said({"type": "image"})]}, "messages[0].content[0].type"),
+    ({"messages": [said({"type": "image"})]}, "messages[0].content[0].source"),
     ({"messages": [said({"type": "text"})]}, "messages[0].content[0].text"),
     ({"messages": [said({**CALL, "input": {}})]}, "messages[0].content[0].type"),
     ({"messages": [USER, said({**CALL, "input": 5}, role="assistant")]}, "messages[1].content[0].input"),

@@ -233,7 +233,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [5]}, "input[0]"),
     ({"input": [{"role": "pope", "content": "a"}]}, "input[0].role"),
     ({"input": [{"role": "user"}]}, "input[0].content"),
-    ({"input": [USER, {"role": "user", "content": [IMAGE]}]}, "input[1].content[0].type"),
+    ({"input": [USER, {"role": "user", "content": [IMAGE]}]}, "input[1].content[0].image_url"),
     ({"input": [USER, {"type": "item_reference", "id": "x"}]}, "input[1].type"),
     ({"input": [USER, {"type": "mcp_call"}]}, "input[1].type"),
     (
