@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import random
+import shutil
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -17,7 +20,9 @@ from aioinfer.config import ServerConfig
 from examples.training.drawing_tasks import describe
 from examples.training.drawings import Mark, Scene, draw
 from tests.server.conftest import run_server
-from tests.tiers import SECONDS, rest
+from tests.server.programs.environments import NONE, node_module
+from tests.server.test_programs import PROGRAMS, printed
+from tests.tiers import PROGRAM, SECONDS, nightly, rest
 
 STAR = Scene("one", (Mark("star", "red"),), "white")
 SEVEN = Scene("number", (Mark("7", "blue"),), "yellow")
@@ -90,8 +95,23 @@ async def test_anthropic_messages_see(url: str, form: str) -> None:
         parts: Any = [{"type": "image", "source": source}, {"type": "text", "text": ASKED}]
         messages: Any = chat(parts)
         counted = await client.messages.count_tokens(model="tiny-vision", messages=messages)
-        found = await client.messages.create(model="tiny-vision", max_tokens=48, messages=messages)
+        found: Any = await client.messages.create(model="tiny-vision", max_tokens=48, messages=messages)
         assert found.content[0].text == describe(SEVEN)
         assert found.usage.input_tokens == counted.input_tokens > 16
         async with client.messages.stream(model="tiny-vision", max_tokens=48, messages=messages) as stream:
             assert await stream.get_final_text() == describe(SEVEN)
+
+
+@nightly(PROGRAM)
+async def test_the_ai_sdk_sees_by_each_provider_and_form(url: str, tmp_path: Path) -> None:
+    node, modules = node_module(".bin/node"), node_module("")
+    if node is None or modules is None or node_module("ai") is None:
+        pytest.skip(NONE.format("ai"))
+    (tmp_path / "star.png").write_bytes(base64.b64decode(encoded(STAR)))
+    # Node looks for modules beside the program.
+    shutil.copy(PROGRAMS / "ai_sdk_sees.mjs", tmp_path)
+    (tmp_path / "node_modules").symlink_to(modules)
+    command = (node, "--no-warnings", tmp_path / "ai_sdk_sees.mjs")
+    said = await printed(command, url, str(tmp_path / "star.png"), environment=dict(os.environ))
+    providers, forms = 4, 3
+    assert said == [f"run {describe(STAR)}", f"stream {describe(STAR)}"] * providers * forms
