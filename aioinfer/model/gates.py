@@ -9,9 +9,10 @@ import torch.nn.functional as F
 
 __all__ = ["CONFIG_GATES", "LIMIT", "STEEPNESS", "Gate", "activated", "gated"]
 
-#: SiLU (Elfwing et al., arXiv 1702.03118), GELU by its tangent formula (Hendrycks and Gimpel, arXiv
-#: 1606.08415), or the one of gpt-oss, see :func:`gated`
-Gate = Literal["silu", "gelu_tanh", "clamped_silu"]
+#: SiLU (Elfwing et al., arXiv 1702.03118), GELU by its tangent formula or exactly (Hendrycks and Gimpel,
+#: arXiv 1606.08415), or the one of gpt-oss, see :func:`gated`. Triton has no exact GELU: it is only of image
+#: encoders, which are torch's on CUDA.
+Gate = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
 
 #: gates by their names in configs
 CONFIG_GATES: dict[str, Gate] = {
@@ -27,7 +28,9 @@ STEEPNESS, LIMIT = 1.702, 7.0
 
 def activated(gate: Gate, values: torch.Tensor) -> torch.Tensor:
     """The function of each element, in the tensor's dtype; not of the clamped gate."""
-    return F.silu(values) if gate == "silu" else F.gelu(values, approximate="tanh")
+    if gate == "silu":
+        return F.silu(values)
+    return F.gelu(values, approximate="none" if gate == "gelu" else "tanh")
 
 
 def gated(gate: Gate, gates: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from aioinfer.model.moe.routing import Router, Rule
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.vision.attention import TwoWayAttention, torch_attention
 from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["ExpertKernels", "LayerKernels"]
@@ -30,9 +31,20 @@ class ExpertKernels(NamedTuple):
 class LayerKernels(ABC):
     """Makes the parts of a model from its checkpoint, and remembers them for updates of their weights."""
 
-    def __init__(self, operations: Operations, experts: ExpertKernels | None) -> None:
-        """``operations``: those between matrix products; ``experts``: None in a model without experts."""
+    def __init__(
+        self,
+        operations: Operations,
+        experts: ExpertKernels | None,
+        two_way_attention: TwoWayAttention = torch_attention,
+    ) -> None:
+        """
+        Args:
+            operations: those between matrix products.
+            experts: None in a model without experts.
+            two_way_attention: that of an image encoder.
+        """
         self.operations = operations
+        self.two_way_attention = two_way_attention
         self._experts = experts
         #: linear layers, dense parts, and pairs of router and experts, in the order in which they were made
         self.made: list[Any] = []

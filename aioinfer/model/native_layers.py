@@ -20,9 +20,10 @@ from aioinfer.model.moe.routing import Router, Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.native import NativeDecoder, NativeMLP, NativeTargets, parts_of
 from aioinfer.model.native_linear import NativeLinear
-from aioinfer.model.operations.torch_operations import TorchOperations
+from aioinfer.model.operations.native_operations import NativeOperations
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.spec import CausalLM, ModelSpec
+from aioinfer.model.vision.native_attention import NativeTwoWayAttention
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
 from aioinfer.native.bindings import ThreadPool, arithmetic
@@ -49,7 +50,11 @@ class NativeLayers(LayerKernels):
             max_lora_rank: the largest rank of adapters; 0: there are none.
             experts: makes experts that are not native; None: they are native.
         """
-        super().__init__(TorchOperations(), experts or ExpertKernels(self._router, self._native_experts))
+        super().__init__(
+            NativeOperations(pool),
+            experts or ExpertKernels(self._router, self._native_experts),
+            NativeTwoWayAttention(pool, dtype),
+        )
         self._pool, self._dtype = pool, dtype
         self._targets = NativeTargets(AdapterTargets(), {}, max_lora_rank) if max_lora_rank else None
         #: weights that are quantised in the checkpoint stay as they are

@@ -96,6 +96,22 @@ class LinearArguments(Arguments):
     out: Address
 
 
+@structure("add_norm")
+class AddNormArguments(Arguments):
+    """``out``: the normed rows of ``hidden``, or of its sum with ``delta``, which goes to ``sums``."""
+
+    pool: Address
+    hidden: Address
+    delta: Address
+    count: int
+    size: int
+    weight: Address
+    bias: Address
+    eps: float
+    sums: Address
+    out: Address
+
+
 @structure("router", makes=True)
 class RouterArguments(Arguments):
     """Make a router."""

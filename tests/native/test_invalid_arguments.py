@@ -29,6 +29,7 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.per_layer import PerLayerPart
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.spec import ModelSpec
+from aioinfer.native.arguments import AddNormArguments
 from aioinfer.native.bindings import (
     InvalidArguments,
     ThreadPool,
@@ -109,6 +110,27 @@ def test_attention_refuses_rows_beyond_its_pool(name: str) -> None:
         with pytest.raises(InvalidArguments, match=name):
             bench.attention(0, q, k, v, changed(batch, name, -1, value), heads.scoring)
     assert bench.attention(0, q, k, v, batch, heads.scoring).isfinite().all()
+
+
+def test_norms_refuse_sizes_that_vectors_do_not_divide_and_sums_without_a_summand() -> None:
+    pool, memory = shared_thread_pool(2), torch.ones(64)
+    at = memory.data_ptr()
+    good: dict[str, Any] = {
+        "pool": pool.handle,
+        "hidden": at,
+        "delta": None,
+        "count": 2,
+        "size": 16,
+        "weight": at,
+        "bias": None,
+        "eps": 1e-6,
+        "sums": None,
+        "out": torch.empty(64).data_ptr(),
+    }
+    changes: list[dict[str, Any]] = [{"size": 0}, {"size": 24}, {"size": -16}, {"count": -1}, {"sums": at}]
+    for bad in (*changes, {"delta": at}):
+        with pytest.raises(InvalidArguments):
+            pool.kernels.call(AddNormArguments(**{**good, **bad}), "float32")
 
 
 def test_pages_after_the_end_of_a_sequence_are_not_looked_at(decoder: NativeDecoder) -> None:

@@ -54,7 +54,7 @@ class Rewriting(LayerKernels):
 
     def __init__(self, model: CausalLM, kernels: LayerKernels, weights: NewWeights) -> None:
         """``kernels``: those that made the model."""
-        super().__init__(kernels.operations, None)
+        super().__init__(kernels.operations, None, kernels.two_way_attention)
         self._model = model
         self._recorded = iter(kernels.made)
         self.weights = weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from aioinfer.model.vision.source import GELUS, TowerSource
-from aioinfer.model.vision.tower import Block, TowerAttention
+from aioinfer.model.vision.tower import Block
 
 __all__ = ["siglip_blocks", "siglip_unsupported"]
 
@@ -33,8 +33,9 @@ def siglip_blocks(source: TowerSource, prefix: str, vision: Any) -> list[Block]:
         both = f"{name}.mlp.fc1", f"{name}.mlp.fc2"
         blocks.append(
             Block(
+                source.kernels.operations,
                 attention_norm=source.layer_norm(f"{name}.layer_norm1", width, eps),
-                attention=TowerAttention(qkv, out, heads, (width // heads) ** -0.5),
+                attention=source.attention(qkv, out, heads, (width // heads) ** -0.5),
                 mlp_norm=source.layer_norm(f"{name}.layer_norm2", width, eps),
                 mlp=source.mlp(both, (width, middle, width), vision.hidden_act),
             )

@@ -11,19 +11,20 @@ import torch
 
 from aioinfer.images.support import ImageSupport
 from aioinfer.model.families.base import NormWeight
-from aioinfer.model.gates import CONFIG_GATES
+from aioinfer.model.gates import CONFIG_GATES, Gate
 from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.linear import Linear, TorchLinear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
+from aioinfer.model.vision.attention import TwoWayAttention
 from aioinfer.model.vision.base import Encoder
-from aioinfer.model.vision.tower import ExactGelu
+from aioinfer.model.vision.tower import Product, TowerAttention
 from aioinfer.model.weights import StoredMatrix, Weights
 
 __all__ = ["GELUS", "TowerSource", "VisionFamily"]
 
 #: the activations of feed-forward parts that :meth:`TowerSource.mlp` knows
-GELUS = frozenset({*CONFIG_GATES, "gelu"})
+GELUS: dict[str, Gate] = {**CONFIG_GATES, "gelu": "gelu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class TowerSource:
     #: tensors of the encoder, without "model." in front of their names
     weights: Weights
     kernels: LayerKernels
+    #: of all its layers
+    attend: TwoWayAttention
 
     def linear(self, names: Sequence[str], rows: Sequence[int], width: int, *, bias: bool) -> Linear:
         """The projections ``names``, of [rows[i], width] each, as one linear layer."""
@@ -58,10 +61,7 @@ class TowerSource:
         inputs, middle, outputs = sizes
         up = StoredMatrix(self.weights, [names[0]], [middle], inputs, bias=bias)
         down = StoredMatrix(self.weights, [names[1]], [outputs], middle, bias=bias)
-        gate = CONFIG_GATES.get(activation)
-        if gate is not None:
-            return self.kernels.plain_mlp(up, down, gate)
-        return ExactGelu(self.kernels.linear(up), self.kernels.linear(down))
+        return self.kernels.plain_mlp(up, down, GELUS[activation])
 
     def patch_embedding(self, name: str, outputs: int, *shape: int, bias: bool = True) -> TorchLinear:
         """A convolution whose strides are its sizes as a linear layer over unfolded patches; ``shape``: of
@@ -69,6 +69,10 @@ class TowerSource:
         dimension is none of native kernels as a rule."""
         weight = self.weights.take(f"{name}.weight", (outputs, *shape)).reshape(outputs, prod(shape))
         return TorchLinear(weight, self.weights.take(f"{name}.bias", (outputs,)) if bias else None)
+
+    def attention(self, qkv: Product, out: Product, heads: int, scale: float, **norms: Any) -> TowerAttention:
+        """Self-attention of a layer; ``norms``: the other fields of TowerAttention."""
+        return TowerAttention(qkv, out, heads, scale, self.attend, **norms)
 
     def layer_norm(self, name: str, size: int, eps: float) -> Norm:
         """A layer norm with its bias."""

@@ -1,8 +1,7 @@
 """Tower: the skeleton of image encoders, a ViT (Dosovitskiy et al., arXiv 2010.11929) over one unit.
 
 Families put it together of :class:`Block`, and add what is in front of the blocks and behind them. Linear
-layers are those of text models; everything else is torch, in the model's dtype. Attention is torch's, over
-all patches of the unit, which is alone: its bits depend on nothing else.
+layers, norms and attention are the kernels of text models; everything else is torch, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 
 from aioinfer.images.support import ImageSupport
-from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
+from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import normed
+from aioinfer.model.vision.attention import TwoWayAttention
 
 __all__ = [
-    *("Block", "ExactGelu", "Pixels", "Product", "Rotation", "Tower", "TowerAttention", "TowerState"),
+    *("Block", "Pixels", "Product", "Rotation", "Tower", "TowerAttention", "TowerState"),
     *("averaged_patches", "merged_patches", "rotated", "unfolded"),
 ]
 
@@ -49,6 +48,12 @@ class TowerState:
     rotation: Rotation | None = None
     #: [length, hidden] each: features that are added behind layers of the text model
     deep: tuple[torch.Tensor, ...] = ()
+    #: [patches, width]: what the last layer adds to ``hidden``; None: nothing
+    delta: torch.Tensor | None = None
+
+    def residual(self) -> torch.Tensor:
+        """[patches, width], the sum."""
+        return self.hidden if self.delta is None else self.hidden + self.delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,7 @@ class TowerAttention:
     out: Product
     heads: int
     scale: float
+    attend: TwoWayAttention
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     value_norm: Norm | None = None
@@ -68,25 +74,33 @@ class TowerAttention:
 
     def __call__(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """Normed [patches, width] to the summand of the residual."""
+        count, qkv = len(hidden), self.qkv(hidden)
         norms = self.query_norm, self.key_norm, self.value_norm
+        if rotation is not None or norms != (None, None, None):
+            qkv = self._prepared(qkv, norms, rotation)
+        seen = self.attend(qkv.view(count, 3 * self.heads, -1), self.scale)
+        return self.out(seen.reshape(count, -1))
+
+    def _prepared(
+        self, qkv: torch.Tensor, norms: Sequence[Norm | None], rotation: Rotation | None
+    ) -> torch.Tensor:
+        """The projection with its heads normed and rotated."""
         parts = []
-        for part, norm in zip(self.qkv(hidden).chunk(3, dim=-1), norms, strict=True):
+        for part, norm in zip(qkv.chunk(3, dim=-1), norms, strict=True):
             if norm is not None and self.whole:
                 part = normed(part, norm)
-            part = part.view(len(hidden), self.heads, -1)
+            part = part.view(len(qkv), self.heads, -1)
             parts.append(part if norm is None or self.whole else normed(part, norm))
-        query, key, value = parts
         if rotation is not None:
-            query, key = rotated(query, rotation), rotated(key, rotation)
-        query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
-        seen = F.scaled_dot_product_attention(query, key, value, scale=self.scale)
-        return self.out(seen[0].transpose(0, 1).reshape(len(hidden), -1))
+            parts[:2] = [rotated(part, rotation) for part in parts[:2]]
+        return torch.cat(parts, dim=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """A layer: attention and a feed-forward part, each behind a norm."""
 
+    operations: Operations
     attention_norm: Norm
     attention: TowerAttention
     mlp_norm: Norm
@@ -98,30 +112,19 @@ class Block:
     attention_scale: torch.Tensor | None = None
     mlp_scale: torch.Tensor | None = None
 
-    def __call__(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
-        """[patches, width] to the same behind it."""
-        found = self.attention(normed(hidden, self.attention_norm), rotation)
-        hidden = _added(hidden, found, self.attention_post_norm, self.attention_scale)
-        found = self.mlp(normed(hidden, self.mlp_norm))
-        return _added(hidden, found, self.mlp_post_norm, self.mlp_scale)
+    def __call__(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, rotation: Rotation | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual, [patches, width], and what the layer adds to it; ``delta``: of the last one."""
+        hidden, values = self.operations.add_norm(hidden, delta, self.attention_norm)
+        found = self.attention(values, rotation)
+        found = self._found(found, self.attention_post_norm, self.attention_scale)
+        hidden, values = self.operations.add_norm(hidden, found, self.mlp_norm)
+        return hidden, self._found(self.mlp(values), self.mlp_post_norm, self.mlp_scale)
 
-
-def _added(
-    hidden: torch.Tensor, part: torch.Tensor, norm: Norm | None, scale: torch.Tensor | None
-) -> torch.Tensor:
-    part = part if norm is None else normed(part, norm)
-    return hidden + part if scale is None else torch.addcmul(hidden, part, scale)
-
-
-@dataclass(frozen=True, slots=True)
-class ExactGelu:
-    """``down(gelu(up(x)))`` with the exact GELU, which native kernels do not have."""
-
-    up: Linear
-    down: Linear
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(hidden)))
+    def _found(self, part: torch.Tensor, norm: Norm | None, scale: torch.Tensor | None) -> torch.Tensor:
+        part = part if norm is None else self.operations.add_norm(part, None, norm)[1]
+        return part if scale is None else part * scale
 
 
 class Tower(ABC):
@@ -138,7 +141,8 @@ class Tower(ABC):
 
     def layer(self, index: int, state: TowerState) -> TowerState:
         """The state behind a block."""
-        return replace(state, hidden=self.blocks[index](state.hidden, state.rotation))
+        hidden, delta = self.blocks[index](state.hidden, state.delta, state.rotation)
+        return replace(state, hidden=hidden, delta=delta)
 
     @abstractmethod
     def end(self, state: TowerState) -> torch.Tensor:

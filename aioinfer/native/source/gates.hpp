@@ -7,11 +7,11 @@
 namespace aioinfer {
 
 // Their numbers are those of aioinfer.native.arguments.
-enum class Gate : int64_t { NONE, SILU, GELU_TANH, CLAMPED_SILU };
+enum class Gate : int64_t { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU };
 
 // ``gated``: of weights with gates.
 inline void check(Gate gate, bool gated) {
-  require(gate >= Gate::NONE && gate <= Gate::CLAMPED_SILU, "there is no such gate");
+  require(gate >= Gate::NONE && gate <= Gate::GELU, "there is no such gate");
   require(gated || gate != Gate::CLAMPED_SILU, "a clamped gate clamps what it gates, too");
 }
 
@@ -21,12 +21,26 @@ AIOINFER_INLINE Floats gelu_tanh(Floats x) {
   return x / (1.0f + exponential(-twice));
 }
 
+// x / 2 * (1 + erf(x / sqrt(2))). With u = |x| / sqrt(2), erfc(u) is a polynomial of t = 1 / (1 + 0.3275911 u) times
+// e^(-u^2), of which the error is below 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+AIOINFER_INLINE Floats gelu(Floats x) {
+  const Floats u = 0.70710678f * (x < 0.0f ? -x : x), t = 1.0f / (1.0f + 0.3275911f * u);
+  Floats sum = multiply_add(spread(-1.453152027f), spread(1.061405429f), t);
+  sum = multiply_add(spread(1.421413741f), sum, t);
+  sum = multiply_add(spread(-0.284496736f), sum, t);
+  sum = multiply_add(spread(0.254829592f), sum, t);
+  const Floats tail = 0.5f * sum * t * exponential(-u * u);  // of the normal distribution, beyond |x|
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
 AIOINFER_INLINE Floats activated(Gate gate, Floats value) {
   switch (gate) {
     case Gate::SILU:
       return silu(value);
     case Gate::GELU_TANH:
       return gelu_tanh(value);
+    case Gate::GELU:
+      return gelu(value);
     default:
       return value;
   }

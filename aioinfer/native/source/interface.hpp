@@ -96,6 +96,22 @@ struct LinearArguments {
   T* out;        // [count, outputs]
 };
 
+// -- norms --------------------------------------------------------------------------------------------------------
+
+// ``out``: the normed rows of ``hidden``, or of its sum with ``delta``, which goes to ``sums``; each may be another's memory.
+template <class T>
+struct AddNormArguments {
+  ThreadPool* pool;
+  const T* hidden;      // [count, size]
+  const T* delta;       // [count, size], or null
+  int64_t count, size;
+  const float* weight;  // [size]
+  const float* bias;    // [size] of a layer norm, or null
+  float eps;
+  T* sums;  // [count, size]; null without ``delta``
+  T* out;   // [count, size]
+};
+
 // -- mixture of experts -------------------------------------------------------------------------------------------
 
 // Make a router.

@@ -59,6 +59,7 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(RepackArguments, pool, weights, rows, bias)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, gate, out)
+  AIOINFER_TEMPLATE(AddNormArguments, pool, hidden, delta, count, size, weight, bias, eps, sums, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, scales, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
   AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)

@@ -173,6 +173,30 @@ bool NAMED(linear)(const LinearArguments<T>* a) {
   });
 }
 
+bool NAMED(add_norm)(const AddNormArguments<T>* a) {
+  return guarded(false, [&] {
+    require(a->count >= 0, "count is negative");
+    require(a->size > 0 && a->size % SUM_LANES == 0, "the size is no multiple of a vector");
+    require((a->delta == nullptr) == (a->sums == nullptr), "sums without a summand, or a summand without sums");
+    const Norm norm{a->weight, a->bias};
+    a->pool->run([&](Worker& worker) {
+      worker.parallel_in_runs(a->count, [&](int64_t row) {
+        const int64_t at = row * a->size;
+        const T* from = a->hidden + at;
+        if (a->delta != nullptr) {
+          T* sums = a->sums + at;
+          for (int64_t i = 0; i < a->size; i += LANES)
+            Number<T>::store_lanes(sums + i, Number<T>::load_lanes(from + i) + Number<T>::load_lanes(a->delta + at + i));
+          from = sums;
+        }
+        normed(norm, from, a->size, a->eps,
+               [to = a->out + at](int64_t i, Floats value) { Number<T>::store_lanes(to + i, value); });
+      });
+    });
+    return true;
+  });
+}
+
 bool NAMED(attend)(const AttendArguments<T>* a) {
   return guarded(false, [&] {
     const Rows rows{a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width};

@@ -91,5 +91,5 @@ class _Gemma3Tower(Tower):
         return TowerState(self._patches(patches.to(table.device, table.dtype)) + table, grid)
 
     def end(self, state: TowerState) -> torch.Tensor:
-        averaged = averaged_patches(normed(state.hidden, self._norm), state.grid, self._factor)
+        averaged = averaged_patches(normed(state.residual(), self._norm), state.grid, self._factor)
         return self._projection(normed(averaged, self._projector_norm))[None]

@@ -26,7 +26,6 @@ from aioinfer.model.vision.tower import (
     Product,
     Rotation,
     Tower,
-    TowerAttention,
     TowerState,
     averaged_patches,
 )
@@ -136,7 +135,7 @@ class _Gemma4Tower(Tower):
         return TowerState(hidden + added.flatten(0, 1), (rows, columns), self._rotation(rows, columns))
 
     def end(self, state: TowerState) -> torch.Tensor:
-        hidden = averaged_patches(state.hidden, state.grid, self._factor).float()
+        hidden = averaged_patches(state.residual(), state.grid, self._factor).float()
         hidden = hidden * hidden.shape[-1] ** 0.5
         if self._shift is not None and self._spread is not None:
             hidden = (hidden - self._shift) * self._spread
@@ -165,8 +164,9 @@ def _block(source: TowerSource, index: int) -> Block:
         source.rms_norm(f"{name}.self_attn.{part}_norm", size, eps, "exact") for part in "qk"
     )
     return Block(
+        source.kernels.operations,
         attention_norm=attention_norm,
-        attention=TowerAttention(
+        attention=source.attention(
             qkv=_linear(source, [query, key, value], inner, width),
             out=_linear(source, [out], width, inner),
             heads=heads,

@@ -15,7 +15,6 @@ from aioinfer.model.vision.tower import (
     Block,
     Pixels,
     Tower,
-    TowerAttention,
     TowerState,
     merged_patches,
     unfolded,
@@ -37,7 +36,7 @@ class Internvl(VisionFamily):
         height, width = _grid(vision)
         if config.vision_feature_layer != -1 or config.vision_feature_select_strategy != "default":
             return "features of other layers of its encoder than the last"
-        if not {vision.hidden_act, config.projector_hidden_act} <= GELUS:
+        if not {vision.hidden_act, config.projector_hidden_act} <= GELUS.keys():
             return f"the activation {vision.hidden_act} or {config.projector_hidden_act} in its encoder"
         if height != width or height % _factor(config) or 1 / ratio != _factor(config):
             return f"tiles of {height} by {width} patches, of which {1 / ratio} a side are one"
@@ -96,7 +95,8 @@ class _InternVLTower(Tower):
         return TowerState(hidden if self._positions is None else hidden + self._positions, grid)
 
     def end(self, state: TowerState) -> torch.Tensor:
-        hidden = state.hidden if self._norm is None else normed(state.hidden, self._norm)
+        hidden = state.residual()
+        hidden = hidden if self._norm is None else normed(hidden, self._norm)
         merged = merged_patches(hidden[1:], state.grid, self._factor)
         return self._projector(normed(merged, self._projector_norm))[None]
 
@@ -111,8 +111,9 @@ def _block(source: TowerSource, index: int) -> Block:
         norms = [source.rms_norm(f"{attention}.{part}_norm", width, _RMS_EPS) for part in "qk"]
     names = [f"{attention}.{part}_proj" for part in "qkv"]
     return Block(
+        source.kernels.operations,
         attention_norm=make_norm(f"{name}.layernorm_before", width, vision.layer_norm_eps),
-        attention=TowerAttention(
+        attention=source.attention(
             qkv=source.linear(names, [width] * 3, width, bias=vision.attention_bias),
             out=source.linear([f"{attention}.projection_layer"], [width], width, bias=True),
             heads=heads,

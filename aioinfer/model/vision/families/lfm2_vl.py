@@ -90,7 +90,7 @@ class _Lfm2VlTower(Tower):
         return TowerState(hidden + stretched[0].flatten(1).T.to(self._dtype), (rows, columns))
 
     def end(self, state: TowerState) -> torch.Tensor:
-        merged = merged_patches(normed(state.hidden, self._norm), state.grid, self._factor)
+        merged = merged_patches(normed(state.residual(), self._norm), state.grid, self._factor)
         if self._merged_norm is not None:
             merged = normed(merged, self._merged_norm)
         return self._projector(merged)[None]

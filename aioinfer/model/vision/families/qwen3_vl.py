@@ -19,7 +19,7 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import normed
 from aioinfer.model.vision.base import Encoder
 from aioinfer.model.vision.source import GELUS, TowerSource, VisionFamily
-from aioinfer.model.vision.tower import Block, Pixels, Rotation, Tower, TowerAttention, TowerState
+from aioinfer.model.vision.tower import Block, Pixels, Rotation, Tower, TowerState
 
 __all__ = ["Qwen3Vl"]
 
@@ -120,10 +120,13 @@ class _Qwen3VLTower(Tower):
     def layer(self, index: int, state: TowerState) -> TowerState:
         state = super().layer(index, state)
         merger = self._deep[index]
-        return state if merger is None else replace(state, deep=(*state.deep, merger(state.hidden)))
+        if merger is None:
+            return state
+        hidden = state.residual()
+        return replace(state, hidden=hidden, delta=None, deep=(*state.deep, merger(hidden)))
 
     def end(self, state: TowerState) -> torch.Tensor:
-        return torch.stack((self._merger(state.hidden), *state.deep))
+        return torch.stack((self._merger(state.residual()), *state.deep))
 
     def _places(self, rows: int, columns: int) -> torch.Tensor:
         """int64 [2, patches]: the row and the column of each patch."""
@@ -162,8 +165,9 @@ def _block(source: TowerSource, name: str) -> Block:
     out = source.linear([f"{name}.attn.proj"], [width], width, bias=True)
     names = f"{name}.mlp.linear_fc1", f"{name}.mlp.linear_fc2"
     return Block(
+        source.kernels.operations,
         attention_norm=source.layer_norm(f"{name}.norm1", width, _EPS),
-        attention=TowerAttention(qkv, out, heads, (width // heads) ** -0.5),
+        attention=source.attention(qkv, out, heads, (width // heads) ** -0.5),
         mlp_norm=source.layer_norm(f"{name}.norm2", width, _EPS),
         mlp=source.mlp(names, (width, middle, width), vision.hidden_act),
     )

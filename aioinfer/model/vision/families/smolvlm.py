@@ -65,7 +65,7 @@ class _SmolVLMTower(Tower):
         return TowerState(hidden + table[self._places(grid).to(table.device)], grid)
 
     def end(self, state: TowerState) -> torch.Tensor:
-        merged = merged_patches(normed(state.hidden, self._norm), state.grid, self._factor)
+        merged = merged_patches(normed(state.residual(), self._norm), state.grid, self._factor)
         return self._projection(merged)[None]
 
     def _places(self, grid: tuple[int, int]) -> torch.Tensor:
