@@ -20,8 +20,12 @@ from aioinfer.images.prompt import ImageUnit, PromptImages, words
 from aioinfer.images.rotary import rotary_positions
 from aioinfer.images.source import ImageSource
 from aioinfer.ledger import LEDGER, Share
+from aioinfer.system.memory import give_back
 
 __all__ = ["ImageProcessor", "ProcessedImage"]
+
+#: pixels of an image that takes a tenth of a second and more
+_LARGE = 1 << 23
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +93,9 @@ class ImageProcessor:
     def process(self, source: ImageSource, field: str = "images") -> ProcessedImage:
         """Decode an image and prepare it. Raises InvalidRequest, by the name ``field``, and Rejected:
         there is no memory left for its pixels."""
-        image = decoded(source, self.limits, field)
-        try:
-            parts = self._format.parts(image)
-        except Exception as error:
-            size = f"{image.width} x {image.height} pixels"
-            raise InvalidRequest(field, f"the model takes no image of {size}: {told(error)}") from error
+        parts, pixels = self._parts(source, field)
+        if pixels > _LARGE:
+            give_back()  # The C library keeps some copies of so large an image for every thread.
         taken = len(source.data)
         taken += sum(array.nbytes for unit in parts.units for array in unit.pixels.values())
         share = Share("images of prompts")
@@ -104,6 +105,15 @@ class ImageProcessor:
             raise Rejected(str(error)) from error
         share.taken = taken
         return ProcessedImage(source, self._digest(source), parts, share)
+
+    def _parts(self, source: ImageSource, field: str) -> tuple[ImageParts, int]:
+        """Those of an image, and the number of its pixels."""
+        image = decoded(source, self.limits, field)
+        try:
+            return self._format.parts(image), image.width * image.height
+        except Exception as error:
+            size = f"{image.width} x {image.height} pixels"
+            raise InvalidRequest(field, f"the model takes no image of {size}: {told(error)}") from error
 
     def expand(self, text: str, processed: Sequence[ProcessedImage]) -> str:
         """A text with what stands for the images in place of its placeholders. Raises InvalidRequest."""

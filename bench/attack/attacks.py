@@ -18,6 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 __all__ = ["ATTACKS", "Attack"]
@@ -117,6 +118,15 @@ def _chat(*images: bytes | str, kind: str = "png") -> bytes:
     return _request("/v1/chat/completions", {"messages": messages, "max_tokens": 4})
 
 
+def _noise(number: int) -> bytes:
+    """A chat about an image of 16 MB."""
+    side, random = 2350, Random(number)
+    rows = b"".join(b"\0" + random.randbytes(3 * side) for _ in range(side))
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    pixels = _chunk(b"IDAT", zlib.compress(rows, 0))
+    return _chat(b"\x89PNG\r\n\x1a\n" + header + pixels + _chunk(b"IEND", b""))
+
+
 def _escapes(number: int) -> bytes:
     url = b"data:image/png;base64," + b"\\u0041" * 3_600_000
     part = b'{"type":"image_url","image_url":{"url":"' + url + b'"}}'
@@ -160,9 +170,9 @@ ATTACKS: dict[str, Attack] = {
     "ids": Attack(lambda n: _completion(prompt=[7] * 5_000_000), 1),
     "deep": Attack(lambda n: _request("/v1/completions", b'{"prompt":' + b"[" * 500_000), 4),
     # Images, of a model that reads them; others refuse their field.
-    "image-bodies": Attack(lambda n: _chat("A" * (22 << 20)), 8),
+    "image-bodies": Attack(lambda n: _chat("A" * (22 << 20)), 8, ordinary=_noise),
     "image-escapes": Attack(_escapes, 4),
-    "image-holes": Attack(lambda n: _chat("A" * (20 << 20) + "!" + "A" * 3), 8),
+    "image-holes": Attack(lambda n: _chat("A" * (20 << 20) + "!" + "A" * 3), 8, ordinary=_noise),
     "image-pixels": Attack(lambda n: _chat(*[_png(8000, 8000 + n)] * 2), 16),
     "image-bombs": Attack(lambda n: _chat(_png(60_000, 60_000 + n)), 4),
     "image-heads": Attack(_segments, 4),
