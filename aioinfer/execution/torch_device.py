@@ -402,7 +402,7 @@ def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice, device: torch
 
         # Its bits are a part of those of every token behind an image.
         version = f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
-        chosen["images"] = (version, "patches and positions")
+        chosen["images"] = (version, "what no native kernel computes")
     chosen["sampling"] = (sampling.name, sampling.reason)
     kernels = {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
     if any(name == "native" for name, _ in chosen.values()):

@@ -34,7 +34,7 @@ def decoded_base64(text: str, field: str) -> bytes:
             raise _malformed(part, at, last, field)
         pieces.append(piece)
         if not last:
-            time.sleep(0)  # A thread that wants the interpreter's lock waits for 5 ms before it asks for it.
+            time.sleep(0)  # lets go of the interpreter's lock, before another thread has to ask for it
     return b"".join(pieces)
 
 

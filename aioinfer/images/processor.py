@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any, Self
 
 from aioinfer.checkpoint.files import Checkpoint
@@ -93,7 +94,11 @@ class ImageProcessor:
     def process(self, source: ImageSource, field: str = "images") -> ProcessedImage:
         """Decode an image and prepare it. Raises InvalidRequest, by the name ``field``, and Rejected:
         there is no memory left for its pixels."""
-        parts, pixels = self._parts(source, field)
+        try:
+            parts, pixels = self._parts(source, field)
+        except InvalidRequest as error:
+            _let_go(error)
+            raise
         if pixels > _LARGE:
             give_back()  # The C library keeps some copies of so large an image for every thread.
         taken = len(source.data)
@@ -174,3 +179,12 @@ def _fingerprint(form: ImageFormat) -> bytes:
     facts = [type(form).__name__, type(form.processor).__name__, settings]
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def _let_go(error: InvalidRequest) -> None:
+    """Give back the memory of an image that was refused: tracebacks refer to it."""
+    each: BaseException | None = error
+    while each is not None:
+        clear_frames(each.__traceback__)
+        each = each.__context__
+    give_back()

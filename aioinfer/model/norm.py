@@ -15,7 +15,7 @@ class Norm:
     1607.06450)."""
 
     #: [size], in the model's dtype: the normed values are rounded before they are multiplied by it, as in
-    #: Llama; or float32: only the product is rounded, as in Gemma
+    #: Llama, but by native kernels; or float32: only the product is rounded, as in Gemma
     weight: torch.Tensor
     #: added to the mean square, or to the variance
     eps: float

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.images import processor as processors
 from aioinfer.images.source import ImageSource
 from tests.images.families import FAMILIES
+from tests.images.test_decoding import saved
 from tests.images.test_prompts import processor_of
 from tests.tiers import SECONDS, rest
 
@@ -43,3 +46,21 @@ def test_a_shape_is_processed_or_refused_by_its_field(family: str, tmp_path: Pat
         else:
             assert found.length == sum(unit.length for unit in found.parts.units) > 0
             assert all(array.size for unit in found.parts.units for array in unit.pixels.values())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_memory_of_a_refused_image_is_given_back(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAMILIES["qwen3-vl"].write(tmp_path)
+    processor, size = processor_of(tmp_path), (1, 5000)
+    file = saved(Image.effect_noise(size, 90), "PNG")
+    alive: list[int] = []
+
+    def give_back() -> None:
+        alive.append(sum(isinstance(each, Image.Image) and each.size == size for each in gc.get_objects()))
+
+    monkeypatch.setattr(processors, "give_back", give_back)
+    with pytest.raises(InvalidRequest):
+        processor.process(ImageSource(file if whole else file[:-900]), "part")
+    assert alive == [0]

@@ -3,6 +3,7 @@ in float64."""
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -51,6 +52,16 @@ def test_a_norm_of_a_sum(*, bias: bool, dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_below_the_least_normal_number_are_zero(dtype: torch.dtype) -> None:
+    """As in products, with any instructions."""
+    hidden = torch.full((1, 16), 3e-39, dtype=dtype)
+    norm = Norm(torch.ones(16, dtype=dtype), 1e-30)
+    sums, found = NativeOperations(shared_thread_pool(2)).add_norm(hidden, hidden, norm)
+    assert not sums.any()
+    assert not found.any()
+
+
 def test_sizes_and_types_without_a_kernel_are_torchs() -> None:
     operations = NativeOperations(shared_thread_pool(2))
     for size, dtype in [(24, torch.float32), (64, torch.float16)]:
@@ -92,9 +103,10 @@ def test_patches_see_each_other_both_ways(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_exact_gelu(dtype: torch.dtype) -> None:
-    values = torch.cat((torch.linspace(-16, 16, 4001), torch.tensor([0.0, -1e4, 1e4, float("nan"), 1e-30])))
-    values = values.to(dtype)
-    values = F.pad(values, (0, -len(values) % 16)).view(-1, 16)
+    values = torch.cat(
+        (torch.linspace(-16, 16, 4092), torch.tensor([0.0, -1e4, 1e4, 1e-30]), torch.full((16,), math.nan))
+    )
+    values = values.to(dtype).view(-1, 16)
     identity = NativeLinear(shared_thread_pool(2), torch.eye(16, dtype=dtype), None)
     found, wanted = identity(values, "gelu").double(), F.gelu(values.double())
     # A row is a product with NaN, where it has one.
@@ -103,4 +115,5 @@ def test_the_exact_gelu(dtype: torch.dtype) -> None:
     assert (error <= 1.01 * UNIT[dtype] * wanted[finite].abs() + 3e-7 * values[finite].abs()).all(), (
         error.max()
     )
-    assert found.isnan().any()
+    assert finite.sum() == len(values) - 1
+    assert found[-1].isnan().all()

@@ -56,6 +56,13 @@ def test_limits_follow_from_the_context() -> None:
         Limits.of(ServerConfig(), context).check_values(b"[%s]" % b",".join([b"151643"] * context))
 
 
+def test_values_are_counted_in_all_of_a_large_body() -> None:
+    raw = b'{"prompt":[' + b",".join([b"7"] * (1 << 20)) + b"]}"
+    assert replace(LIMITS, values=1 << 21).check_values(raw) == (1 << 20) - 1 + 3
+    with pytest.raises(InvalidRequest, match=f"{(1 << 20) + 2} values"):
+        replace(LIMITS, values=(1 << 20) + 1).check_values(raw)
+
+
 @asynccontextmanager
 async def counting_turns() -> AsyncIterator[Callable[[], int]]:
     """Gives a function that says how often another task has had a turn of the loop."""

@@ -16,7 +16,8 @@ class Operations(Protocol):
     """Elementwise and rowwise operations: a token's result does not depend on the batch.
 
     Half precision dtypes are rounded where transformers rounds them, see
-    :class:`~aioinfer.model.operations.torch_operations.TorchOperations`.
+    :class:`~aioinfer.model.operations.torch_operations.TorchOperations`; by native kernels
+    only where they are stored.
     """
 
     def add_norm(

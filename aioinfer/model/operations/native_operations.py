@@ -18,8 +18,8 @@ _MULTIPLE = 16
 
 class NativeOperations(TorchOperations):
     """Operations between native layers, in one pass and by the same threads: those of torch, once woken, wait
-    for more work for milliseconds, on the cores that the next layer needs. Values are rounded when they are
-    stored."""
+    for more work for milliseconds, on the cores that the next layer needs. As in native decoders, values
+    are rounded when they are stored, and at no other place."""
 
     __slots__ = ("_pool",)
 

@@ -42,6 +42,9 @@ class NativeTwoWayAttention:
     def _reserve(self, patches: int, heads: int, size: int) -> None:
         cells = patches + -patches % _MULTIPLE
         shape = KVShape(heads // 3, size)
+        if self._shape:
+            del self._attention  # before there is another page
+        self._shape = ()
         self._attention = NativeAttention(
             self._pool, [shape], num_pages=0, page_size=cells, dtype=self._dtype
         )

@@ -70,7 +70,7 @@ class VisionPart:
 
     def build(self, weights: Weights, kernels: LayerKernels) -> Encoder:
         """The encoder. Raises ConfigError if a tensor is missing, unknown or has another shape."""
-        encoder = self.family.encoder(TowerSource(self.config, weights, kernels, kernels.two_way_attention))
+        encoder = self.family.encoder(TowerSource(self.config, weights, kernels))
         weights.check_all_taken()
         weights.give_back()
         return encoder

@@ -16,7 +16,6 @@ from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.linear import Linear, TorchLinear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
-from aioinfer.model.vision.attention import TwoWayAttention
 from aioinfer.model.vision.base import Encoder
 from aioinfer.model.vision.tower import Product, TowerAttention
 from aioinfer.model.weights import StoredMatrix, Weights
@@ -36,8 +35,6 @@ class TowerSource:
     #: tensors of the encoder, without "model." in front of their names
     weights: Weights
     kernels: LayerKernels
-    #: of all its layers
-    attend: TwoWayAttention
 
     def linear(self, names: Sequence[str], rows: Sequence[int], width: int, *, bias: bool) -> Linear:
         """The projections ``names``, of [rows[i], width] each, as one linear layer."""
@@ -72,7 +69,7 @@ class TowerSource:
 
     def attention(self, qkv: Product, out: Product, heads: int, scale: float, **norms: Any) -> TowerAttention:
         """Self-attention of a layer; ``norms``: the other fields of TowerAttention."""
-        return TowerAttention(qkv, out, heads, scale, self.attend, **norms)
+        return TowerAttention(qkv, out, heads, scale, self.kernels.two_way_attention, **norms)
 
     def layer_norm(self, name: str, size: int, eps: float) -> Norm:
         """A layer norm with its bias."""

@@ -1,7 +1,8 @@
 """Tower: the skeleton of image encoders, a ViT (Dosovitskiy et al., arXiv 2010.11929) over one unit.
 
-Families put it together of :class:`Block`, and add what is in front of the blocks and behind them. Linear
-layers, norms and attention are the kernels of text models; everything else is torch, in the model's dtype.
+Families put it together of :class:`Block`, and add what is in front of the blocks and behind them. The
+products, norms and attention of blocks are native where those of the text model are; everything else is
+torch, in the model's dtype.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ bool NAMED(add_norm)(const AddNormArguments<T>* a) {
     require(a->size > 0 && a->size % SUM_LANES == 0, "the size is no multiple of a vector");
     require((a->delta == nullptr) == (a->sums == nullptr), "sums without a summand, or a summand without sums");
     const Norm norm{a->weight, a->bias};
-    a->pool->run([&](Worker& worker) {
+    a->pool->run_model([&](Worker& worker) {
       worker.parallel_in_runs(a->count, [&](int64_t row) {
         const int64_t at = row * a->size;
         const T* from = a->hidden + at;
