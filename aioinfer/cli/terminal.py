@@ -64,7 +64,7 @@ async def own_engine(options: argparse.Namespace) -> Any:
     config = read_settings(EngineConfig, options)
     # What imports make is no garbage; to look through it again and again takes a fifth of their time.
     # When the process ends, nothing is.
-    atexit.register(gc.freeze)
+    atexit.register(_end_quickly)
     collected = gc.isenabled()
     gc.disable()
     try:
@@ -82,6 +82,12 @@ async def own_engine(options: argparse.Namespace) -> Any:
         if collected:
             gc.enable()
     return engine
+
+
+def _end_quickly() -> None:
+    """Leave what is left to the system. Triton, which transformers imports for images, would report leaks."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -193,6 +193,17 @@ def test_help_names_values_and_defaults(capsys: pytest.CaptureFixture[str]) -> N
     assert "(default: 64)" in shown
 
 
+@rest(PROGRAM)
+def test_an_answer_about_an_image_is_all_that_is_printed() -> None:
+    """The readme's command; where Triton is installed, too, which reports leaks."""
+    drawing = Path(__file__).parents[2] / "docs" / "drawing.png"
+    done = run(
+        "generate", "--model", "tiny-vision", "--image", str(drawing), "What is this?", "--device", "cpu"
+    )
+    assert done.stdout == "A red star on a white background.\n"
+    assert done.stderr.removeprefix(COMPILING) == ""
+
+
 def test_an_image_is_given_with_the_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
