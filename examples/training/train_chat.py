@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from examples.training.common import (
@@ -27,6 +27,7 @@ from examples.training.common import (
     PAD,
     ROLES,
     SPECIALS,
+    byte_level_bpe,
     learning_rate,
     make_optimizers,
     pack,
@@ -47,24 +48,7 @@ BATCH = 16
 def train_tokenizer() -> Tokenizer:
     """Byte-level BPE in which only lower-case words after a space merge: template words are one token,
     while names, quoted words and numbers are spelled, so that copying them needs no spelling lessons."""
-    tokenizer = Tokenizer(models.BPE())
-    pattern = Regex(r" [a-z]+|[A-Za-z]|[0-9]| ?[^\sA-Za-z0-9]+|\s")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1024,
-        min_frequency=20,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(lexicon_text(), trainer)
-    return tokenizer
+    return byte_level_bpe(r" [a-z]+|[A-Za-z]|[0-9]| ?[^\sA-Za-z0-9]+|\s", lexicon_text(), 1024, SPECIALS)
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:

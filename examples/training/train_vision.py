@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
     AutoModelForImageTextToText,
@@ -47,6 +47,7 @@ from examples.training.common import (
     IGNORE,
     PAD,
     ROLES,
+    byte_level_bpe,
     learning_rate,
     make_optimizers,
     pack,
@@ -109,24 +110,7 @@ VISION_RATE = 0.1
 
 def train_tokenizer() -> Tokenizer:
     """Byte-level BPE: words of the tasks are one token, digits are one each, all else is spelled."""
-    tokenizer = Tokenizer(models.BPE())
-    pattern = Regex(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(pattern, "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=768,
-        min_frequency=20,
-        special_tokens=SPECIALS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(lexicon_text(), trainer)
-    return tokenizer
+    return byte_level_bpe(r" ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s", lexicon_text(), 768, SPECIALS)
 
 
 def pixels(image: Image.Image) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -113,7 +113,7 @@ def test_attention_refuses_rows_beyond_its_pool(name: str) -> None:
 
 
 def test_norms_refuse_sizes_that_vectors_do_not_divide_and_sums_without_a_summand() -> None:
-    pool, memory = shared_thread_pool(2), torch.ones(64)
+    pool, memory, out = shared_thread_pool(2), torch.ones(64), torch.empty(64)
     at = memory.data_ptr()
     good: dict[str, Any] = {
         "pool": pool.handle,
@@ -125,7 +125,7 @@ def test_norms_refuse_sizes_that_vectors_do_not_divide_and_sums_without_a_summan
         "bias": None,
         "eps": 1e-6,
         "sums": None,
-        "out": torch.empty(64).data_ptr(),
+        "out": out.data_ptr(),
     }
     changes: list[dict[str, Any]] = [{"size": 0}, {"size": 24}, {"size": -16}, {"count": -1}, {"sums": at}]
     for bad in (*changes, {"delta": at}):
