@@ -113,7 +113,7 @@ class GGUFCheckpoint:
     @cached_property
     def _file(self) -> Any:
         try:
-            from aioinfer.checkpoint.gguf_file import GGUFFile
+            from aioinfer.checkpoint.gguf.file import GGUFFile
 
             return GGUFFile(self.path)
         except ImportError as error:
@@ -142,7 +142,7 @@ class GGUFCheckpoint:
         return self._text_config() if self.mmproj is None else self.mmproj.config()
 
     def _text_config(self) -> dict[str, Any]:
-        from aioinfer.checkpoint.gguf_config import config_of
+        from aioinfer.checkpoint.gguf.config import config_of
 
         return config_of(self._file)
 
@@ -150,7 +150,7 @@ class GGUFCheckpoint:
         return {}
 
     def tokenizer(self) -> Any | None:
-        from aioinfer.checkpoint.gguf_tokenizer import tokenizer_of
+        from aioinfer.checkpoint.gguf.tokenizer import tokenizer_of
 
         _ = self.mmproj  # which may name a token
         return tokenizer_of(self._file)
@@ -160,13 +160,13 @@ class GGUFCheckpoint:
 
     def tensors(self) -> Tensors:
         """Those of the text model."""
-        from aioinfer.checkpoint.gguf_tensors import GGUFTensors
+        from aioinfer.checkpoint.gguf.tensors import GGUFTensors
 
         config = self._text_config()
         return GGUFTensors(self._file, config["num_attention_heads"], config["num_key_value_heads"])
 
     def files(self) -> list[Path]:
-        from aioinfer.checkpoint.gguf_file import parts_of
+        from aioinfer.checkpoint.gguf.file import parts_of
 
         return [*parts_of(self.path), *([] if self.mmproj is None else [self.mmproj.path])]
 

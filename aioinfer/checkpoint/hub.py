@@ -110,7 +110,7 @@ def cached(model: HubModel, *, complete: bool = True) -> Path | None:
     try:
         entry = entry_of(folder, wanted_files(names, model, loosely=False))
         if entry.suffix == ".gguf":
-            from aioinfer.checkpoint.gguf_file import parts_of
+            from aioinfer.checkpoint.gguf.file import parts_of
 
             parts_of(entry)
         else:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.checkpoint.gguf_file import GGUFFile
-from aioinfer.checkpoint.gguf_tensors import StoredTensors
+from aioinfer.checkpoint.gguf.file import GGUFFile
+from aioinfer.checkpoint.gguf.tensors import StoredTensors
 from aioinfer.checkpoint.mmproj_families import FAMILIES, Family
 from aioinfer.checkpoint.mmproj_file import MmprojFile, NotItsEncoder
 from aioinfer.errors import ConfigError, shown

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from aioinfer.checkpoint.gguf_config import CONTROL, config_of
-from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf.config import CONTROL, config_of
+from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["MmprojFile", "NotItsEncoder"]

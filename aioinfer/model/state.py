@@ -58,5 +58,8 @@ class RowStates:
     pool: StatePool
     #: [R] int64, the cell that row r starts from; 0: it starts from zeros
     read: torch.Tensor
-    #: [R] int64, the cell that holds the state after row r's last token
+    #: [R] int64, the cell that holds the state after row r
     write: torch.Tensor
+    #: [R] int64, positions of row r that this state includes: a draft may be wrong, and a state cannot be
+    #: taken back; None: all of them
+    kept: torch.Tensor | None = None

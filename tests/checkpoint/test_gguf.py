@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from aioinfer.checkpoint.files import GGUFCheckpoint, open_checkpoint
-from aioinfer.checkpoint.gguf_blocks import BLOCKS
-from aioinfer.checkpoint.gguf_config import end_tokens
-from aioinfer.checkpoint.gguf_file import GGUFFile
-from aioinfer.checkpoint.gguf_tensors import GGUFTensors
+from aioinfer.checkpoint.gguf.blocks import BLOCKS
+from aioinfer.checkpoint.gguf.config import end_tokens
+from aioinfer.checkpoint.gguf.file import GGUFFile
+from aioinfer.checkpoint.gguf.tensors import GGUFTensors
 from aioinfer.checkpoint.locate import locate
 from aioinfer.checkpoint.tensors import Rounding
 from aioinfer.config import EngineConfig
@@ -302,7 +302,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not state llama\.attention\.head_count"):
         GGUFCheckpoint(file).config()
     write_file(file, {}, "mamba")
-    with pytest.raises(ConfigError, match="architecture 'mamba' are not supported: llama, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="architecture 'mamba' are not supported: .*qwen2, qwen3"):
         GGUFCheckpoint(file).config()
 
 

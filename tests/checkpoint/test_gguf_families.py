@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from aioinfer.checkpoint.files import open_checkpoint
-from aioinfer.checkpoint.gguf_config import config_of
-from aioinfer.checkpoint.gguf_file import GGUFFile
-from aioinfer.checkpoint.gguf_tensors import GGUFTensors
+from aioinfer.checkpoint.gguf.config import config_of
+from aioinfer.checkpoint.gguf.file import GGUFFile
+from aioinfer.checkpoint.gguf.tensors import GGUFTensors
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM

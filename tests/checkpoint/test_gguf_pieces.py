@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers.convert_slow_tokenizer import generate_merges
 
 from aioinfer.checkpoint.files import GGUFCheckpoint
-from aioinfer.checkpoint.gguf_config import end_tokens
-from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf.config import end_tokens
+from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.checkpoint.gguf_models import write_file
 

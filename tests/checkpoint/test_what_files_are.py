@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.checkpoint.files import open_checkpoint
-from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError
 from aioinfer.model.inspection import LoadOptions, inspect_model
 from tests.checkpoint.gguf_models import write_file

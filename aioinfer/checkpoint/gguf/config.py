@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from aioinfer.checkpoint.gguf_architectures import DEFAULT_BASE, Architecture, Common, architecture_of
-from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf.architectures import architecture_of
+from aioinfer.checkpoint.gguf.architectures.base import DEFAULT_BASE, Architecture, Common
+from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["ADDED", "CONTROL", "config_of", "end_tokens", "name_of", "rope_of"]

@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from aioinfer.checkpoint.gguf_config import ADDED, CONTROL
-from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf.config import ADDED, CONTROL
+from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.errors import ConfigError, shown
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.checkpoint.gguf_architectures import Architecture, architecture_of
-from aioinfer.checkpoint.gguf_blocks import BLOCKS
-from aioinfer.checkpoint.gguf_config import name_of
-from aioinfer.checkpoint.gguf_file import GGUFFile, StoredTensor
+from aioinfer.checkpoint.gguf.architectures import architecture_of
+from aioinfer.checkpoint.gguf.architectures.base import Architecture
+from aioinfer.checkpoint.gguf.blocks import BLOCKS
+from aioinfer.checkpoint.gguf.config import name_of
+from aioinfer.checkpoint.gguf.file import GGUFFile, StoredTensor
 from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 

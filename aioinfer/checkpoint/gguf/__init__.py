@@ -1,0 +1,1 @@
+"""GGUF: files of llama.cpp as checkpoints: config, names of tensors, weights, tokenizer."""
