@@ -89,9 +89,14 @@ class Decoder:
         delta = None
         for index, layer in enumerate(trunk.layers):
             hidden, normed = self._add_norm(hidden, delta, layer.mixer_norm)
-            delta = self._post_norm(layer.mixer(normed, step), layer.mixer_post_norm)
-            hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
-            delta = self._post_norm(layer.mlp(normed), layer.mlp_post_norm)
+            delta = self._summand(layer, layer.mixer(normed, step), layer.mixer_post_norm)
+            if not layer.parallel:
+                hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
+            else:
+                if layer.mlp_norm is not layer.mixer_norm:
+                    normed = self._add_norm(hidden, None, layer.mlp_norm)[1]
+                hidden = hidden + delta
+            delta = self._summand(layer, layer.mlp(normed), layer.mlp_post_norm)
             if vectors is not None and layer.per_layer is not None:
                 hidden = hidden + delta
                 output = layer.per_layer(hidden, vectors[:, index])
@@ -108,6 +113,8 @@ class Decoder:
             return hidden.new_empty(0, self.spec.vocab_size)
         rows = None if batch.all_logits else batch.logits_rows
         logits = self._head(self._last_norm(hidden, delta, rows))
+        if trunk.logit_scale != 1.0:
+            logits = logits * trunk.logit_scale
         cap = trunk.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
 
@@ -168,6 +175,11 @@ class Decoder:
             return self._operations.add_norm(hidden, delta, norm)
         hidden = hidden if delta is None else hidden + delta
         return hidden, hidden
+
+    def _summand(self, layer: Layer, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """What a part adds to the residual."""
+        normed = self._post_norm(output, norm)
+        return normed if layer.part_scale == 1.0 else normed * layer.part_scale
 
     def _post_norm(self, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return output if norm is None else self._operations.add_norm(output, None, norm)[1]

@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-__all__ = ["CONFIG_GATES", "LIMIT", "STEEPNESS", "Gate", "activated", "gated"]
+__all__ = ["CONFIG_GATES", "LIMIT", "PLAIN_GATES", "STEEPNESS", "Gate", "activated", "gated"]
 
 #: SiLU (Elfwing et al., arXiv 1702.03118), GELU by its tangent formula or exactly (Hendrycks and Gimpel,
-#: arXiv 1606.08415), or the one of gpt-oss, see :func:`gated`. Triton has no exact GELU: it is only of image
-#: encoders, which are torch's on CUDA.
-Gate = Literal["silu", "gelu_tanh", "gelu", "clamped_silu"]
+#: arXiv 1606.08415), the one of gpt-oss, see :func:`gated`, ReLU, or its square (So et al., arXiv 2109.08668).
+#: Those of :data:`PLAIN_GATES` alone are of parts without gates, and of image encoders: Triton has no kernel.
+Gate = Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu", "relu_squared"]
 
 #: gates by their names in configs
 CONFIG_GATES: dict[str, Gate] = {
@@ -20,6 +20,13 @@ CONFIG_GATES: dict[str, Gate] = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
+}
+#: those of parts without gates
+PLAIN_GATES: dict[str, Gate] = {
+    **CONFIG_GATES,
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu_squared",
 }
 
 #: constants of the clamped gate, as in all of gpt-oss's configs
@@ -30,6 +37,8 @@ def activated(gate: Gate, values: torch.Tensor) -> torch.Tensor:
     """The function of each element, in the tensor's dtype; not of the clamped gate."""
     if gate == "silu":
         return F.silu(values)
+    if gate in ("relu", "relu_squared"):
+        return F.relu(values) if gate == "relu" else F.relu(values).square()
     return F.gelu(values, approximate="none" if gate == "gelu" else "tanh")
 
 

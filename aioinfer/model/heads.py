@@ -8,7 +8,7 @@ import torch
 
 from aioinfer.model.rope import Rotary, rotate
 
-__all__ = ["HeadNorm", "norm_projection", "split_heads"]
+__all__ = ["HeadNorm", "norm_projection", "norm_rotated", "split_heads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class HeadNorm:
     eps: float
     #: whether all queries are normed as one vector, and all keys
     whole: bool = False
+    #: whether each head is rotated first, by factors that keep its length (Hunyuan)
+    last: bool = False
 
 
 def norm_projection(qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm) -> torch.Tensor:
@@ -37,6 +39,12 @@ def norm_projection(qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm) -> tor
         )
     ]
     return torch.cat((*parts, qkv[:, -num_kv_heads:]), dim=1)
+
+
+def norm_rotated(qkv: torch.Tensor, num_kv_heads: int, norm: HeadNorm, rotary: Rotary | None) -> torch.Tensor:
+    """A projection [T, num_heads + 2 * num_kv_heads, head_dim] with queries and keys rotated, then normed."""
+    q, k, v = split_heads(qkv, num_kv_heads, None, rotary)
+    return torch.cat((_normed(torch.cat((q, k), dim=1), norm.weight, norm.eps), v), dim=1)
 
 
 def split_heads(

@@ -30,6 +30,10 @@ class Layer:
     mlp: FeedForward
     mlp_post_norm: Norm | None = None
     per_layer: PerLayerPart | None = None
+    #: whether both parts read the residual in front of the layer (GPT-J, PaLM: arXiv 2204.02311)
+    parallel: bool = False
+    #: factor of what each part adds to the residual (Granite)
+    part_scale: float = 1.0
     #: factor of the residual after all parts
     scale: float = 1.0
     #: that of tokens of a canvas, where they have one of their own
@@ -67,7 +71,9 @@ class Trunk:
     layers: Sequence[Layer]
     #: the norm in front of the head
     norm: Norm
-    #: logits become ``logit_cap * tanh(logit / logit_cap)``; None for none
+    #: logits become ``logit_cap * tanh(logit / logit_cap)``, behind their factor; None for none
     logit_cap: float | None
     #: None in a model without canvases
     conditioning: SelfConditioning | None = None
+    #: factor of logits
+    logit_scale: float = 1.0

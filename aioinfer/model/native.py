@@ -122,6 +122,7 @@ class NativeDecoder:
             words=quantised,
             **self._constants(embedding, trunk.norm),
             head=head.packed.handle,
+            logit_scale=trunk.logit_scale,
             logit_cap=trunk.logit_cap or 0.0,
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
@@ -215,6 +216,8 @@ class NativeDecoder:
             dual=None if dual is None else self._dual(dual),
             per_layer=None if layer.per_layer is None else self._per_layer(layer.per_layer),
             residual_scale=layer.scale,
+            part_scale=layer.part_scale,
+            parallel=layer.parallel,
         )
 
     def _mlp(self, mlp: FeedForward) -> dict[str, Any]:

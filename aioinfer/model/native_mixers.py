@@ -123,6 +123,7 @@ def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttenti
         value_norm=value_norm,
         shared=params.shared,
         whole_norm=norm is not None and norm.whole,
+        norm_last=norm is not None and norm.last,
         head_norm_eps=0.0 if norm is None else norm.eps,
         cos=cos,
         sin=sin,
@@ -134,6 +135,7 @@ def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttenti
         scale=params.scale,
         soft_cap=params.soft_cap or 0.0,
         sinks=kept.floats(mixer.sinks, mixer.num_heads),
+        query_scales=kept.floats(mixer.query_scales, spec.max_model_len),
     )
 
 

@@ -80,6 +80,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     ),
     "Gemma4ForCausalLM": (frozenset({"gemma4_text"}), Gemma4()),
     "Gemma4UnifiedForCausalLM": (frozenset({"gemma4_unified_text"}), Gemma4()),
+    "GraniteForCausalLM": (frozenset({"granite"}), LlamaLike("config", mlp_bias=True)),
     "GptOssForCausalLM": (frozenset({"gpt_oss"}), GptOss("config", windows="config")),
     "GPT2LMHeadModel": (frozenset({"gpt2"}), GPT2()),
     "SDARForCausalLM": (

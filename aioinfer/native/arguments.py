@@ -287,6 +287,7 @@ class DecoderArguments(Arguments):
     norm: Address
     norm_bias: Address
     head: Address
+    logit_scale: float
     logit_cap: float
     positions: int
     hidden: int
@@ -308,6 +309,7 @@ class SelfAttentionArguments(Arguments):
     value_norm: bool
     shared: bool
     whole_norm: bool
+    norm_last: bool
     head_norm_eps: float
     cos: Address
     sin: Address
@@ -319,6 +321,7 @@ class SelfAttentionArguments(Arguments):
     scale: float
     soft_cap: float
     sinks: Address
+    query_scales: Address
 
 
 @structure()
@@ -376,6 +379,8 @@ class LayerArguments(Arguments):
     dual: Address
     per_layer: Address
     residual_scale: float
+    part_scale: float
+    parallel: bool
 
 
 @structure("forward")

@@ -145,6 +145,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-whole-rotary": ("Glm4",
         {"head_dim": 32, "hidden_size": 64, "num_key_value_heads": 1, "attention_bias": False,
         **_rope("default", partial_rotary_factor=1.0)}),
+    "granite": ("Granite",
+        {"hidden_size": 64, "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3,
+        "attention_multiplier": 0.15, "mlp_bias": True}),
     # Sinks, and windows in every other layer.
     "gpt-oss": ("GptOss",
         {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4,
@@ -188,7 +191,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 # fmt: on
 _OWN = {
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
-    *("GPT2", "GptOss", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
+    *("GPT2", "GptOss", "Granite", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
 }
 OWN = [
     name

@@ -30,8 +30,8 @@ from aioinfer.model.weights import StoredMatrix, Weights
 
 __all__ = [
     *("Family", "NormWeight", "Source"),
-    *("build_decoder", "expert_middle", "expert_shape", "head_dim", "inner_sizes", "kv_heads", "norm_eps"),
-    "own",
+    *("build_decoder", "expert_middle", "expert_shape", "factor", "head_dim", "inner_sizes", "kv_heads"),
+    *("norm_eps", "own"),
 ]
 
 #: Endings of the names of tensors that follow from the config: rotary frequencies in old checkpoints, and the
@@ -223,6 +223,10 @@ class Family(Protocol):
         """The norm in front of the head."""
         return source.norm("model.norm")
 
+    def logit_scale(self, config: Any) -> float:
+        """A factor of logits."""
+        return 1.0
+
     def logit_cap(self, config: Any) -> float | None:
         """The soft cap of logits; None for none."""
         return None
@@ -260,7 +264,14 @@ def build_decoder(
     words = StoredMatrix(weights, [name], [vocabulary], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
     norm = family.final_norm(source)
-    trunk = Trunk(family.embedding(source), layers, norm, family.logit_cap(config), family.canvas(source))
+    trunk = Trunk(
+        family.embedding(source),
+        layers,
+        norm,
+        family.logit_cap(config),
+        family.canvas(source),
+        family.logit_scale(config),
+    )
     # Some configs say so of a head of its own; as in transformers, the weights decide.
     tied = config.tie_word_embeddings and not weights.differs("lm_head.weight", f"{name}.weight")
     head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
@@ -305,6 +316,12 @@ def own(config: Any, name: str) -> Any:
     """A field of the config's class; None if it has no such field. Files state fields of other families, too,
     which their code does not read."""
     return getattr(config, name) if hasattr(type(config), name) else None
+
+
+def factor(config: Any, name: str) -> float:
+    """A factor that the config may state; 1 else."""
+    value = own(config, name)
+    return 1.0 if value is None else float(value)
 
 
 def norm_eps(config: Any) -> float:

@@ -18,9 +18,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads, own
+from aioinfer.model.families.base import Family, NormWeight, Source, factor, head_dim, kv_heads, own
 from aioinfer.model.gates import CONFIG_GATES
-from aioinfer.model.layer import Layer
+from aioinfer.model.layer import Embedding, Layer
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.self_attention import SelfAttention
@@ -110,6 +110,12 @@ class LlamaLike(Family):
             raise ConfigError(f"model: {chosen} of {config.num_experts} experts in every {step}th layer")
         return frozenset(range(step - 1, config.num_hidden_layers, step)) - frozenset(dense)
 
+    def embedding(self, source: Source) -> Embedding:
+        return Embedding(scale=factor(source.config, "embedding_multiplier"))
+
+    def logit_scale(self, config: Any) -> float:
+        return factor(config, "logit_scale") / factor(config, "logits_scaling")
+
     def final_norm(self, source: Source) -> Norm:
         return source.norm("model.norm", self.norm_weight)
 
@@ -125,6 +131,7 @@ class LlamaLike(Family):
             mlp_norm=norms[2],
             mlp=self._mlp(source, index),
             mlp_post_norm=norms[3],
+            part_scale=factor(source.config, "residual_multiplier"),
         )
 
     def _mixer(self, source: Source, index: int) -> Mixer:
@@ -170,7 +177,7 @@ class LlamaLike(Family):
         return source.rope(index) if not rotated or rotated[index] else None
 
     def _attention_params(self, source: Source, index: int) -> AttentionParams:
-        scale = head_dim(source.config) ** -0.5
+        scale = own(source.config, "attention_multiplier") or head_dim(source.config) ** -0.5
         return AttentionParams(scale, window=self._window(source.config, index), block=source.block)
 
     def _mlp(self, source: Source, index: int) -> FeedForward:

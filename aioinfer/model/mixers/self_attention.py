@@ -8,7 +8,7 @@ import torch
 
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
-from aioinfer.model.heads import HeadNorm, norm_projection
+from aioinfer.model.heads import HeadNorm, norm_projection, norm_rotated
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import MixerStep
 from aioinfer.model.rope import Rope
@@ -36,6 +36,8 @@ class SelfAttention:
     sinks: torch.Tensor | None = None
     #: whether the results are multiplied by the sigmoids of gates, elementwise (Qwen3-Next)
     gated: bool = False
+    #: [positions] float32, factors of the queries (Ministral 3); None for none. Not with a norm of each head
+    query_scales: torch.Tensor | None = None
     out: Linear
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
@@ -47,7 +49,12 @@ class SelfAttention:
         qkv = qkv.reshape(len(normed), heads, size)
         if norm is not None and norm.whole:
             qkv, norm = norm_projection(qkv, kv_heads, norm), None
+        if self.query_scales is not None:
+            scales = self.query_scales[step.batch.positions].to(qkv.dtype)
+            qkv[:, : self.num_heads] *= scales[:, None, None]
         rotary = None if self.rope is None else step.rotaries[id(self.rope)]
+        if norm is not None and norm.last:
+            qkv, norm, rotary = norm_rotated(qkv, kv_heads, norm, rotary), None, None
         mixed = step.attention.fused(self.kv_layer, qkv, norm, rotary, step.batch, self.params, self.sinks)
         mixed = mixed.flatten(1)
         return self.out(mixed if gates is None else mixed * gates.sigmoid())

@@ -4,8 +4,9 @@
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
 // Instead of attention a layer may have another mixer, which keeps a state: a short convolution or a delta rule. A part
-// may lack its norm, and it may have another one behind it, before the sum. The second half of a layer with experts is
-// described in experts.hpp and dual.hpp, what may follow it in per_layer.hpp. In the end the residual may be scaled.
+// may lack its norm, and it may have another one behind it, before the sum. Both parts may read the same residual. The
+// second half of a layer with experts is described in experts.hpp and dual.hpp, what may follow it in per_layer.hpp. In
+// the end the residual may be scaled.
 //
 // Each arrow is a phase: the pool divides it, and it ends with a barrier. Values stored between phases have the
 // type of the model; a phase computes in float.
@@ -47,7 +48,9 @@ struct Layer {
   // With experts beside the dense part, whose norm in front is ``mlp_norm``.
   Dual dual{};
   PerLayerPart<T> per_layer{};
-  float scale = 1.0f;  // of the residual, behind all parts
+  float scale = 1.0f;       // of the residual, behind all parts
+  float part_scale = 1.0f;  // of what each part adds to it
+  bool parallel = false;    // both parts read the residual in front of the layer
 
   Shared<T> shared(const float* shares = nullptr) const {
     return dual.any() ? Shared<T>{} : Shared<T>{gate_up, down, shares};
@@ -59,6 +62,8 @@ struct Layer {
   void check_end() const {
     require(mlp_scale() == 1.0f || mlp_post_norm.weight != nullptr,
             "a residual is scaled behind a part without a norm");
+    require(!parallel || (mixer_post_norm.weight == nullptr && mlp_post_norm.weight == nullptr),
+            "parts that read the same residual have norms behind them");
     if (!dual.any()) return;
     dual.check();
     require(gate_up != nullptr && experts != nullptr, "a dense part or experts lack what is beside them");
@@ -124,11 +129,12 @@ struct StepInput {
 template <class T>
 class Decoder {
  public:
-  // ``positions``: rows of every table by position; ``logit_cap``: logits become cap * tanh(logit / cap); 0: none.
+  // ``positions``: rows of every table by position; ``logit_scale``: a factor of logits; ``logit_cap``: then they become
+  // cap * tanh(logit / cap); 0: none.
   Decoder(const Embedding<T>& embedding, Norm norm, const Linear<T>* head, int64_t positions, int64_t hidden, float eps,
-          float logit_cap, const PerLayerSource<T>& by_layer = {})
+          float logit_scale, float logit_cap, const PerLayerSource<T>& by_layer = {})
       : embedding_(embedding), norm_(norm), head_(head), positions_(positions), hidden_(hidden), eps_(eps),
-        logit_cap_(logit_cap), per_layer_(by_layer) {
+        logit_scale_(logit_scale), logit_cap_(logit_cap), per_layer_(by_layer) {
     require(norm.weight != nullptr, "a decoder has a norm");
     require(hidden > 0 && hidden % SUM_LANES == 0, "the hidden size is no multiple of a vector");
     require_size(*head, head->outputs, hidden);
@@ -281,9 +287,10 @@ class Decoder {
           watch.add(ATTENTION);
           adapting_.shrink(worker, index, OUT, mixed);
           multiply(worker, mixed, *mixer.out,
-                   adapting_.expanding(index, OUT, *mixer.out, put_result(layer.mixer_post_norm)));
+                   adapting_.expanding(index, OUT, *mixer.out,
+                                       put_result(layer, layer.parallel || layer.mixer_post_norm.weight != nullptr)));
           watch.add(LINEAR);
-          add_result(worker, layer.mixer_post_norm, tokens, watch);
+          add_result(worker, layer, layer.mixer_post_norm, tokens, watch);
         },
         layer.mixer);
   }
@@ -301,8 +308,10 @@ class Decoder {
     const KVPool<T> kv{step.kv_pools[self.kv], step.page_size, shape.kv_heads, shape.head_dim};
     const int64_t width = self.width();
     T* projected = projected_.data();
-    if (self.whole_norm != nullptr)
-      worker.parallel_in_runs(mixed.rows(), [&](int64_t token) { self.norm_whole(projected + token * width); });
+    const int64_t* positions = step.attention.positions;
+    if (self.whole_norm != nullptr || self.query_scales != nullptr)
+      worker.parallel_in_runs(mixed.rows(),
+                              [&](int64_t token) { self.prepare(projected + token * width, positions[token]); });
     const auto start = [&](int64_t token) {
       const T* gates = self.gated ? projected + token * width + shape.width() : nullptr;
       return [&mixed, gates, to = mixed.row(token)](int64_t at, Floats values) {
@@ -339,7 +348,7 @@ class Decoder {
   void dense_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
     const Layer<T>& layer = layers_[index];
     dense_product(worker, index, tokens, watch);
-    add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
+    add_result(worker, layer, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
   }
 
   void dense_product(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
@@ -365,7 +374,7 @@ class Decoder {
     rows.finish(worker);
     adapting_.shrink(worker, index, DOWN, rows);
     multiply(worker, rows, *layer.down,
-             adapting_.expanding(index, DOWN, *layer.down, put_result(layer.mlp_post_norm)));
+             adapting_.expanding(index, DOWN, *layer.down, put_result(layer, layer.mlp_post_norm.weight != nullptr)));
     watch.add(LINEAR);
   }
 
@@ -392,7 +401,7 @@ class Decoder {
     dense_product(worker, index, tokens, watch);
     worker.parallel_in_runs(tokens, [&](int64_t token) {
       layer.dual.add(result(token), mixed(token), hidden_, eps_);
-      add_normed(layer.mlp_post_norm, token, layer.mlp_scale());
+      add_normed(layer, layer.mlp_post_norm, token, layer.mlp_scale());
     });
     watch.add(REST);
   }
@@ -400,9 +409,9 @@ class Decoder {
   void per_layer_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
     const Layer<T>& layer = layers_[index];
     const Norm& post_norm = layer.per_layer.post_norm;
-    per_layer_.apply(worker, narrow_, wide_, layer.per_layer, index, residual_.data(), tokens, put_result(post_norm));
+    per_layer_.apply(worker, narrow_, wide_, layer.per_layer, index, residual_.data(), tokens, put_result(layer, true));
     watch.add(LINEAR);
-    add_result(worker, post_norm, tokens, watch, layer.scale);
+    add_result(worker, layer, post_norm, tokens, watch, layer.scale);
   }
 
   void sparse_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
@@ -416,11 +425,10 @@ class Decoder {
     mixing_.mix(worker, *layer.experts, layer.shared(shares), layer.gate, normed, layer.router->rule.top_k,
                 routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   if (later) return Number<T>::store_lanes(result(token) + at, values);
-                  T* to = residual(token) + at;
-                  Number<T>::store_lanes(to, Number<T>::load_lanes(to) + values);
+                  add_lanes(layer, token, at, values);
                 });
     watch.add(LINEAR);
-    add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
+    add_result(worker, layer, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
   }
 
   void add_deep(Worker& worker, const ImageFeatures<T>& features, size_t index, Stopwatch& watch) {
@@ -448,6 +456,7 @@ class Decoder {
     const Inputs<T> normed = norm_rows(worker, norm_, *head_, step.num_logits, step.logits_rows);
     watch.add(REST);
     multiply(worker, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      one *= logit_scale_, other *= logit_scale_;
       if (logit_cap_ != 0) {
         one = logit_cap_ * hyperbolic_tangent(one / logit_cap_);
         other = logit_cap_ * hyperbolic_tangent(other / logit_cap_);
@@ -483,26 +492,33 @@ class Decoder {
     return normed;
   }
 
-  // Of the last product of a part: it is added to the residual, at once or once it is normed, by add_result().
-  auto put_result(const Norm& post_norm) {
-    return [this, later = post_norm.weight != nullptr](const Place& place, int64_t panel, Floats one, Floats other) {
+  // Of the last product of a part: it is added to the residual at once, or ``later``, once it is normed, by
+  // add_result(), or with the part that reads the same residual.
+  auto put_result(const Layer<T>& layer, bool later) {
+    return [this, &layer, later](const Place& place, int64_t panel, Floats one, Floats other) {
       if (later) return put_pair(result(place.row), panel, hidden_, one, other);
-      T* to = residual(place.row) + panel * PANEL;
-      Number<T>::store_lanes(to, Number<T>::load_lanes(to) + one);
-      if (panel * PANEL + LANES < hidden_) Number<T>::store_lanes(to + LANES, Number<T>::load_lanes(to + LANES) + other);
+      add_lanes(layer, place.row, panel * PANEL, one);
+      if (panel * PANEL + LANES < hidden_) add_lanes(layer, place.row, panel * PANEL + LANES, other);
     };
   }
 
+  AIOINFER_INLINE void add_lanes(const Layer<T>& layer, int64_t token, int64_t at, Floats value) {
+    T* to = residual(token) + at;
+    if (layer.parallel) value += Number<T>::load_lanes(result(token) + at);
+    Number<T>::store_lanes(to, Number<T>::load_lanes(to) + layer.part_scale * value);
+  }
+
   // ``scale``: of the residual, then.
-  void add_result(Worker& worker, const Norm& post_norm, int64_t tokens, Stopwatch& watch, float scale = 1.0f) {
+  void add_result(Worker& worker, const Layer<T>& layer, const Norm& post_norm, int64_t tokens, Stopwatch& watch,
+                  float scale = 1.0f) {
     if (post_norm.weight == nullptr) return;
-    worker.parallel_in_runs(tokens, [&](int64_t token) { add_normed(post_norm, token, scale); });
+    worker.parallel_in_runs(tokens, [&](int64_t token) { add_normed(layer, post_norm, token, scale); });
     watch.add(REST);
   }
 
-  void add_normed(const Norm& post_norm, int64_t token, float scale) {
-    norm(post_norm, result(token), [to = residual(token), scale](int64_t i, Floats value) {
-      const Floats sum = Number<T>::load_lanes(to + i) + rounded<T>(value);
+  void add_normed(const Layer<T>& layer, const Norm& post_norm, int64_t token, float scale) {
+    norm(post_norm, result(token), [to = residual(token), scale, factor = layer.part_scale](int64_t i, Floats value) {
+      const Floats sum = Number<T>::load_lanes(to + i) + factor * rounded<T>(value);
       Number<T>::store_lanes(to + i, scale == 1.0f ? sum : rounded<T>(sum) * scale);
     });
   }
@@ -550,7 +566,7 @@ class Decoder {
   Norm norm_;
   const Linear<T>* head_;
   int64_t positions_, hidden_;
-  float eps_, logit_cap_;
+  float eps_, logit_scale_, logit_cap_;
   std::vector<Layer<T>> layers_;
   Divisions<T> divisions_;
   int64_t kv_pools_ = 0, states_ = 0, width_ = 0;  // what layers need: pools of both kinds, and the widest projection

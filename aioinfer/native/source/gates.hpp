@@ -7,11 +7,11 @@
 namespace aioinfer {
 
 // Their numbers are those of aioinfer.native.arguments.
-enum class Gate : int64_t { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU };
+enum class Gate : int64_t { NONE, SILU, GELU_TANH, CLAMPED_SILU, GELU, RELU, RELU_SQUARED };
 
 // ``gated``: of weights with gates.
 inline void check(Gate gate, bool gated) {
-  require(gate >= Gate::NONE && gate <= Gate::GELU, "there is no such gate");
+  require(gate >= Gate::NONE && gate <= Gate::RELU_SQUARED, "there is no such gate");
   require(gated || gate != Gate::CLAMPED_SILU, "a clamped gate clamps what it gates, too");
 }
 
@@ -33,6 +33,9 @@ AIOINFER_INLINE Floats gelu(Floats x) {
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 
+// NaN stays NaN.
+AIOINFER_INLINE Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
+
 AIOINFER_INLINE Floats activated(Gate gate, Floats value) {
   switch (gate) {
     case Gate::SILU:
@@ -41,6 +44,10 @@ AIOINFER_INLINE Floats activated(Gate gate, Floats value) {
       return gelu_tanh(value);
     case Gate::GELU:
       return gelu(value);
+    case Gate::RELU:
+      return relu(value);
+    case Gate::RELU_SQUARED:
+      return relu(value) * relu(value);
     default:
       return value;
   }

@@ -59,6 +59,7 @@ struct HeadShape {
   float eps;
   bool value_norm = false;  // values are normed as well: [heads + 2 * kv_heads, head_dim]
   bool shared = false;      // keys and values are another layer's, which has stored them: there are queries only
+  bool norm_last = false;   // heads are rotated first, by factors that keep their length
 
   int64_t group() const { return heads / kv_heads; }
   int64_t width() const { return (heads + (shared ? 0 : 2 * kv_heads)) * head_dim; }
@@ -91,11 +92,14 @@ struct Projected {
 
 // Norm and rotate a head in place. ``at``: row of the rotary table.
 template <class T>
-void prepare_head(T* head, int64_t size, const float* norm, float eps, const Rotary<T>& rotary, int64_t at, float* scratch) {
-  const float factor = norm == nullptr ? 1.0f : inverse_rms(head, size, eps);
+void prepare_head(T* head, const HeadShape<T>& shape, const float* norm, const Rotary<T>& rotary, int64_t at,
+                  float* scratch) {
+  const int64_t size = shape.head_dim;
+  const float factor = norm == nullptr ? 1.0f : inverse_rms(head, size, shape.eps);
+  const bool first = norm != nullptr && !shape.norm_last;
   for (int64_t d = 0; d < size; d += LANES) {
     Floats value = Number<T>::load_lanes(head + d) * factor;
-    if (norm != nullptr) value *= load<Floats>(norm + d);
+    if (first) value *= load<Floats>(norm + d);
     store(scratch + d, value);
   }
   const T *cos = rotary.cos + at * rotary.size, *sin = rotary.sin + at * rotary.size;
@@ -112,6 +116,9 @@ void prepare_head(T* head, int64_t size, const float* norm, float eps, const Rot
     }
   }
   for (int64_t d = rotary.size; d < size; d++) head[d] = Number<T>::make(scratch[d]);
+  if (norm == nullptr || first) return;
+  for (int64_t d = 0; d < size; d += LANES)
+    Number<T>::store_lanes(head + d, Number<T>::load_lanes(head + d) * load<Floats>(norm + d));
 }
 
 // One token's heads that share a KV head: prepare the queries in place, store key and value unless these are shared.
@@ -124,11 +131,11 @@ void prepare_token(const Projected<T>& projected, const HeadShape<T>& shape, con
   const auto norm = [&](int64_t head) { return shape.norm == nullptr ? nullptr : shape.norm + head * size; };
   const bool prepare = shape.norm != nullptr || rotary.size != 0;
   for (int64_t i = 0; prepare && i < group; i++)
-    prepare_head(queries + i * size, size, norm(kv_head * group + i), shape.eps, rotary, at, scratch);
+    prepare_head(queries + i * size, shape, norm(kv_head * group + i), rotary, at, scratch);
   if (shape.shared) return;
   T* key = projected.keys + token * projected.kv_stride + kv_head * size;
   T* value = projected.values + token * projected.kv_stride + kv_head * size;
-  if (prepare) prepare_head(key, size, norm(shape.heads + kv_head), shape.eps, rotary, at, scratch);
+  if (prepare) prepare_head(key, shape, norm(shape.heads + kv_head), rotary, at, scratch);
   if (shape.value_norm)
     norm_in_place(value, size, norm(shape.heads + shape.kv_heads + kv_head), shape.eps);
   kv.write(cell, kv_head, key, value);

@@ -256,7 +256,8 @@ struct DecoderArguments {
   const float* norm;            // [hidden]
   const float* norm_bias;       // [hidden] of a layer norm, or null
   const Linear<T>* head;        // one output per token of the vocabulary
-  float logit_cap;              // logits become logit_cap * tanh(logit / logit_cap); 0: none
+  float logit_scale;            // a factor of logits
+  float logit_cap;              // they become logit_cap * tanh(logit / logit_cap); 0: none
   int64_t positions;            // of the longest sequence
   int64_t hidden;
   float norm_eps;
@@ -274,6 +275,7 @@ struct SelfAttentionArguments {
   bool value_norm;
   bool shared;             // ``kv`` is the pool of a layer before it; ``into`` makes no keys and values
   bool whole_norm;         // it norms all queries as one vector, and all keys; else each head
+  bool norm_last;          // each head is rotated before it is normed
   float head_norm_eps;
   const T* cos;            // [positions, rotary_dim]
   const T* sin;            // [positions, rotary_dim], the first half negated
@@ -284,6 +286,7 @@ struct SelfAttentionArguments {
   bool spans;             // the ends of spans are regarded
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // [heads], or null
+  const float* query_scales;  // [positions] factors of queries, or null
 };
 
 // A gated convolution of each channel by itself, the first half of a layer.
@@ -338,6 +341,8 @@ struct LayerArguments {
   const DualArguments* dual;              // of a layer with a dense part and experts side by side, or null
   const PerLayerArguments<T>* per_layer;  // or null
   float residual_scale;                   // of the residual behind the layer
+  float part_scale;                       // of what each part adds to it
+  bool parallel;                          // both parts read the same residual
 };
 
 // Compute one step.

@@ -76,15 +76,16 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(PerLayerArguments, gate, out, function, post_norm)
   AIOINFER_PLAIN(DualArguments, router_norm, experts_norm, dense_post_norm, experts_post_norm)
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,
-                    logit_cap, positions, hidden, norm_eps, per_layer)
+                    logit_scale, logit_cap, positions, hidden, norm_eps, per_layer)
   AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, value_norm, shared,
-                    whole_norm, head_norm_eps, cos, sin, rotary_dim, out, window, block, spans, scale, soft_cap, sinks)
+                    whole_norm, norm_last, head_norm_eps, cos, sin, rotary_dim, out, window, block, spans, scale, soft_cap,
+                    sinks, query_scales)
   AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
   AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
                     norm, eps, out, state)
   AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, conv, delta_rule, mixer_post_norm,
                     mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate, mlp_post_norm, dual,
-                    per_layer, residual_scale)
+                    per_layer, residual_scale, part_scale, parallel)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,
                     state_pools, num_states, num_cells, read, write, logits_rows,

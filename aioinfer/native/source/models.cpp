@@ -52,13 +52,14 @@ SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
   require(!a.whole_norm || a.head_norm != nullptr, "a norm of all queries without weights");
   return {
       .shape = {a.heads, a.kv_heads, a.head_dim, a.whole_norm ? nullptr : a.head_norm, a.head_norm_eps,
-                a.value_norm, a.shared},
+                a.value_norm, a.shared, a.norm_last},
       .whole_norm = a.whole_norm ? a.head_norm : nullptr,
       .into = a.into,
       .gated = a.gated,
       .rotary = {a.cos, a.sin, a.rotary_dim},
       .out = a.out,
       .params = {a.scale, a.soft_cap, a.window, a.block, a.sinks, a.spans},
+      .query_scales = a.query_scales,
       .kv = a.kv,
   };
 }
@@ -332,7 +333,7 @@ void* NAMED(decoder)(const DecoderArguments<T>* a) {
       by_layer = {b->table, b->projection, {b->norm, nullptr}, b->layers, b->size, b->table_scale, b->projection_scale,
                   b->sum_scale};
     return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps,
-                          a->logit_cap, by_layer);
+                          a->logit_scale, a->logit_cap, by_layer);
   });
 }
 
@@ -362,6 +363,8 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
         .dual = dual,
         .per_layer = by_layer,
         .scale = a->residual_scale,
+        .part_scale = a->part_scale,
+        .parallel = a->parallel,
     });
     return true;
   });

@@ -21,6 +21,7 @@ struct SelfAttention {
   Rotary<T> rotary;
   const Linear<T>* out;
   AttentionParams params;
+  const float* query_scales;  // [positions] factors of queries, or null
   int64_t kv;             // which pool has its keys and values, or those that it shares
   int64_t division = -1;  // of the decoder's; it knows
 
@@ -31,6 +32,7 @@ struct SelfAttention {
     require(kv >= 0, "the index of a KV pool is negative");
     require(whole_norm == nullptr || shape.norm == nullptr, "queries are normed by head and as a whole");
     require(whole_norm == nullptr || !shape.shared, "shared keys are normed");
+    require(query_scales == nullptr || shape.norm == nullptr, "queries are scaled in front of a norm");
     require_size(*into, width(), hidden);
     require_size(*out, hidden, results());
   }
@@ -45,11 +47,17 @@ struct SelfAttention {
            shape.head_dim == other.shape.head_dim;
   }
 
-  // Norm all queries of a token as one vector, and all keys as another.
-  void norm_whole(T* token) const {
+  // Norm all queries of a token as one vector, and all keys as another; and scale the queries.
+  void prepare(T* token, int64_t position) const {
     const int64_t queries = shape.heads * shape.head_dim;
-    norm_in_place(token, queries, whole_norm, shape.eps);
-    norm_in_place(token + queries, shape.kv_heads * shape.head_dim, whole_norm + queries, shape.eps);
+    if (whole_norm != nullptr) {
+      norm_in_place(token, queries, whole_norm, shape.eps);
+      norm_in_place(token + queries, shape.kv_heads * shape.head_dim, whole_norm + queries, shape.eps);
+    }
+    const float scale = query_scales == nullptr ? 1.0f : query_scales[position];
+    if (scale == 1.0f) return;
+    for (int64_t i = 0; i < queries; i += LANES)
+      Number<T>::store_lanes(token + i, Number<T>::load_lanes(token + i) * scale);
   }
 };
 
