@@ -90,13 +90,14 @@ class Decoder:
         for index, layer in enumerate(trunk.layers):
             hidden, normed = self._add_norm(hidden, delta, layer.mixer_norm)
             delta = self._summand(layer, layer.mixer(normed, step), layer.mixer_post_norm)
-            if not layer.parallel:
-                hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
-            else:
-                if layer.mlp_norm is not layer.mixer_norm:
-                    normed = self._add_norm(hidden, None, layer.mlp_norm)[1]
-                hidden = hidden + delta
-            delta = self._summand(layer, layer.mlp(normed), layer.mlp_post_norm)
+            if layer.mlp is not None:
+                if not layer.parallel:
+                    hidden, normed = self._add_norm(hidden, delta, layer.mlp_norm)
+                else:
+                    if layer.mlp_norm is not layer.mixer_norm:
+                        normed = self._add_norm(hidden, None, layer.mlp_norm)[1]
+                    hidden = hidden + delta
+                delta = self._summand(layer, layer.mlp(normed), layer.mlp_post_norm)
             if vectors is not None and layer.per_layer is not None:
                 hidden = hidden + delta
                 output = layer.per_layer(hidden, vectors[:, index])

@@ -45,7 +45,7 @@ def _of_layer(layer: Layer) -> str:
         return "norms of all heads as one vector"
     if not (_fixed(mixer.qkv) and _fixed(mixer.out)):
         return "products of layers"
-    return _of_mlp(layer.mlp)
+    return "" if layer.mlp is None else _of_mlp(layer.mlp)
 
 
 def _of_mlp(mlp: FeedForward) -> str:

@@ -27,7 +27,8 @@ class Layer:
     mixer: Mixer
     mixer_post_norm: Norm | None = None
     mlp_norm: Norm | None
-    mlp: FeedForward
+    #: None in a layer without (Nemotron-H)
+    mlp: FeedForward | None
     mlp_post_norm: Norm | None = None
     per_layer: PerLayerPart | None = None
     #: whether both parts read the residual in front of the layer (GPT-J, PaLM: arXiv 2204.02311)

@@ -53,6 +53,12 @@ from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeDecoder", "NativeMLP", "NativeTargets", "parts_of"]
 
+#: arguments of a layer without a feed-forward part
+_NO_MLP: dict[str, Any] = {
+    **dict.fromkeys(("gate_up", "down", "router", "experts", "shared_gate")),
+    "gate": GATES["none"],
+}
+
 
 class NativeMLP:
     """A dense feed-forward part with packed weights, gated or not, in two calls."""
@@ -196,7 +202,8 @@ class NativeDecoder:
         self._table = table
 
     def _layer(self, layer: Layer) -> LayerArguments:
-        mlp, mixer = self._mlp(layer.mlp), mixer_arguments(layer.mixer, self.spec, self._keep)
+        mixer = mixer_arguments(layer.mixer, self.spec, self._keep)
+        mlp = _NO_MLP if layer.mlp is None else self._mlp(layer.mlp)
         dual = layer.mlp if isinstance(layer.mlp, DualMLP) else None
         assert dual is None or layer.mlp_norm is None, "parts side by side have norms of their own"
         mixer_norm = self._norm(layer.mixer_norm)
@@ -385,11 +392,11 @@ def _vectors(
 def _adaptable(layer: Layer) -> list[int | None]:
     """The handles of the linear layers that can have adapters, in the order of
     :data:`~aioinfer.model.native_adapters.PARTS`."""
-    into, out, gates = projections(layer.mixer)
-    parts = None if isinstance(layer.mlp, SparseMLP) else parts_of(layer.mlp)
+    into, out, *others = projections(layer.mixer)
+    parts = None if isinstance(layer.mlp, SparseMLP | None) else parts_of(layer.mlp)
     dense = None if parts is None else parts.dense
     handles = (None, None) if dense is None else (dense.gate_up.packed.handle, dense.down.packed.handle)
-    return [into, out, *handles, gates]
+    return [into, out, *handles, *others]
 
 
 class _Parts(NamedTuple):

@@ -23,7 +23,7 @@ from aioinfer.system.low_priority import at_low_priority
 __all__ = ["PARTS", "NativeAdapters", "PreparedNative"]
 
 #: the linear layers of a decoder's layer that can be adapted, in the order of ``adapters.hpp``
-PARTS = ("into", "out", "gate_up", "down", "gates")
+PARTS = ("into", "out", "gate_up", "down", "gates", "beside_into", "beside_out")
 #: ranks that are computed together
 _RANKS = 16
 

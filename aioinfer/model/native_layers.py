@@ -113,7 +113,7 @@ class NativeLayers(LayerKernels):
         # A tied embedding that both need is read once.
         read = words.view() if tied and not cached and not quantised else None
         to_logits = self._packed(head, self._head_rounding, weight=read)
-        if not all(parts_of(layer.mlp) for layer in trunk.layers):
+        if not all(layer.mlp is None or parts_of(layer.mlp) for layer in trunk.layers):
             read = words.view() if read is None else read
             reason = "not all of its layers are native"
             return Decoder(spec, trunk, read, to_logits, self.operations, adapter_reason=reason)

@@ -11,13 +11,20 @@ import torch
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.delta_rule import DeltaRule
+from aioinfer.model.mixers.mamba2 import Mamba2
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mixers.short_conv import ShortConv
+from aioinfer.model.mixers.side_by_side import SideBySide
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import ModelSpec
 from aioinfer.model.updates.new_weights import is_missing, merged
-from aioinfer.native.arguments import DeltaRuleArguments, SelfAttentionArguments, ShortConvArguments
+from aioinfer.native.arguments import (
+    DeltaRuleArguments,
+    MambaArguments,
+    SelfAttentionArguments,
+    ShortConvArguments,
+)
 from aioinfer.native.structures import Address, Arguments
 from aioinfer.native.tensors import address
 
@@ -85,29 +92,41 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
     """The fields of :class:`~aioinfer.native.arguments.LayerArguments` that concern a native mixer, valid as
     long as ``kept`` is."""
     made: Arguments
+    fields: dict[str, Any] = dict.fromkeys(("attention", "conv", "delta_rule", "mamba"))
     if isinstance(mixer, SelfAttention):
         field, made = "attention", _attention(mixer, spec, kept)
     elif isinstance(mixer, ShortConv):
         field, made = "conv", _conv(mixer, spec, kept)
-    else:
-        assert isinstance(mixer, DeltaRule)
+    elif isinstance(mixer, DeltaRule):
         field, made = "delta_rule", _delta_rule(mixer, kept)
-    fields: dict[str, Any] = dict.fromkeys(("attention", "conv", "delta_rule"))
+    elif isinstance(mixer, Mamba2):
+        field, made = "mamba", _mamba(mixer, kept)
+    else:
+        assert isinstance(mixer, SideBySide)
+        attention = _attention(mixer.attention, spec, kept, mixer.attention_scale)
+        fields["attention"] = kept.nested(attention)
+        field, made = "mamba", _mamba(mixer.mamba, kept, mixer.mamba_scale)
     return {**fields, field: kept.nested(made)}
 
 
-def projections(mixer: Mixer) -> tuple[int, int, int | None]:
-    """The handles of the linear layers before a native mixer, after it, and to its gates."""
-    assert isinstance(mixer, SelfAttention | ShortConv | DeltaRule)
+def projections(mixer: Mixer) -> list[int | None]:
+    """The handles of the linear layers before a native mixer, after it, to its gates, and of a state space
+    beside it, before and after that."""
+    if isinstance(mixer, SideBySide):
+        return [*projections(mixer.attention)[:3], *projections(mixer.mamba)[:2]]
+    assert isinstance(mixer, SelfAttention | ShortConv | DeltaRule | Mamba2)
     into = mixer.qkv if isinstance(mixer, SelfAttention) else mixer.into
-    assert isinstance(into, NativeLinear)
-    assert isinstance(mixer.out, NativeLinear)
     gates = mixer.gates if isinstance(mixer, DeltaRule) else None
-    assert isinstance(gates, NativeLinear | None)
-    return into.packed.handle, mixer.out.packed.handle, None if gates is None else gates.packed.handle
+    found: list[int | None] = []
+    for linear in (into, mixer.out, gates):
+        assert isinstance(linear, NativeLinear | None)
+        found.append(None if linear is None else linear.packed.handle)
+    return [*found, None, None]
 
 
-def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttentionArguments:
+def _attention(
+    mixer: SelfAttention, spec: ModelSpec, kept: Kept, out_scale: float = 1.0
+) -> SelfAttentionArguments:
     (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
     cos, sin, rotary_dim = _tables(mixer.rope, spec, kept)
     value_norm = norm is not None and len(norm.weight) == mixer.num_heads + 2 * kv_heads
@@ -136,6 +155,7 @@ def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttenti
         soft_cap=params.soft_cap or 0.0,
         sinks=kept.floats(mixer.sinks, mixer.num_heads),
         query_scales=kept.floats(mixer.query_scales, spec.max_model_len),
+        out_scale=out_scale,
     )
 
 
@@ -181,5 +201,30 @@ def _delta_rule(mixer: DeltaRule, kept: Kept) -> DeltaRuleArguments:
         norm=kept.floats(mixer.norm, heads.value_dim),
         eps=mixer.eps,
         out=kept.layer(mixer.out),
+        state=conv.state,
+    )
+
+
+def _mamba(mixer: Mamba2, kept: Kept, out_scale: float = 1.0) -> MambaArguments:
+    heads, conv = mixer.heads, mixer.conv
+    assert mixer.state == conv.state + 1, "the states of a layer are side by side"
+    return MambaArguments(
+        heads=heads.heads,
+        head_dim=heads.head_dim,
+        groups=heads.groups,
+        state_size=heads.state_size,
+        into=kept.layer(mixer.into),
+        conv=kept.floats(conv.weight, conv.size * heads.channels),
+        conv_bias=kept.floats(conv.bias, heads.channels),
+        size=conv.size,
+        bias=kept.floats(mixer.bias, heads.heads),
+        rate=kept.floats(mixer.rate, heads.heads),
+        skip=kept.floats(mixer.skip, heads.heads),
+        norm=kept.floats(mixer.norm, heads.values),
+        eps=mixer.eps,
+        gate_scale=mixer.gate_scale,
+        step_scale=mixer.step_scale,
+        out=kept.layer(mixer.out),
+        out_scale=out_scale,
         state=conv.state,
     )

@@ -12,6 +12,7 @@ from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
 from aioinfer.model.families.gemma4 import Gemma4
 from aioinfer.model.families.gpt2 import GPT2
 from aioinfer.model.families.gpt_oss import GptOss
+from aioinfer.model.families.hybrid import Bamba, FalconH1, GraniteHybrid
 from aioinfer.model.families.lfm2 import Lfm2
 from aioinfer.model.families.llada2 import LLaDA2
 from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
@@ -46,6 +47,9 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "Qwen3_5ForCausalLM": (frozenset({"qwen3_5_text"}), Qwen3Next()),
     "Qwen3_5MoeForCausalLM": (frozenset({"qwen3_5_moe_text"}), Qwen3Next(experts="all")),
     "Lfm2ForCausalLM": (frozenset({"lfm2"}), Lfm2()),
+    "BambaForCausalLM": (frozenset({"bamba"}), Bamba("config")),
+    "FalconH1ForCausalLM": (frozenset({"falcon_h1"}), FalconH1()),
+    "GraniteMoeHybridForCausalLM": (frozenset({"granitemoehybrid"}), GraniteHybrid("config")),
     "Lfm2MoeForCausalLM": (frozenset({"lfm2_moe"}), Lfm2(experts=True)),
     "SmolLM3ForCausalLM": (
         frozenset({"smollm3"}),

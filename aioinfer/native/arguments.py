@@ -11,7 +11,7 @@ from aioinfer.native.structures import Address, Arguments, structure
 __all__ = [
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
     "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
-    "LayerArguments", "LinearArguments", "LowRankTarget", "MappedExpertsArguments",
+    "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments", "MappedExpertsArguments",
     "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
     "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments",
     "RouterArguments", "SelfAttentionArguments", "SetExpertArguments",
@@ -322,6 +322,7 @@ class SelfAttentionArguments(Arguments):
     soft_cap: float
     sinks: Address
     query_scales: Address
+    out_scale: float
 
 
 @structure()
@@ -356,6 +357,30 @@ class DeltaRuleArguments(Arguments):
     state: int
 
 
+@structure()
+class MambaArguments(Arguments):
+    """A state space with one decay for each head, the first half of a layer."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    into: Address
+    conv: Address
+    conv_bias: Address
+    size: int
+    bias: Address
+    rate: Address
+    skip: Address
+    norm: Address
+    eps: float
+    gate_scale: float
+    step_scale: float
+    out: Address
+    out_scale: float
+    state: int
+
+
 @structure("add_layer")
 class LayerArguments(Arguments):
     """Append a layer."""
@@ -366,6 +391,7 @@ class LayerArguments(Arguments):
     attention: Address
     conv: Address
     delta_rule: Address
+    mamba: Address
     mixer_post_norm: Address
     mlp_norm: Address
     mlp_norm_bias: Address

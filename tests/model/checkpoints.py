@@ -166,6 +166,14 @@ _DELTA_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+_MAMBA = {
+    "hidden_size": 64, "num_hidden_layers": 4, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32,
+    "mamba_expand": 2,
+}
+_MAMBA_TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_GRANITE = {
+    "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.15,
+}
 _CONV = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 4, "block_multiple_of": 16}
 _CONV_TYPES = ["conv", "full_attention", "conv", "conv"]
 #: families with layers that have recurrent state; all own, and of sizes that native kernels compute
@@ -179,6 +187,15 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**_CONV, "layer_types": _CONV_TYPES, "num_dense_layers": 1, "num_experts": 6,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}),
     "qwen3.5": ("Qwen3_5", _DELTA),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1], "mamba_n_groups": 2}),
+    "granite-hybrid": ("GraniteMoeHybrid",
+        {**_MAMBA, **_GRANITE, "layer_types": _MAMBA_TYPES, "num_local_experts": 0,
+        "shared_intermediate_size": 96, "tie_word_embeddings": True}),
+    "falcon-h1": ("FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_groups": 2, "key_multiplier": 0.4,
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "mlp_multipliers": [0.8, 0.6],
+        "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.35, 0.25, 0.5, 0.7, 1.1]}),
     # As many heads of keys as of values, columns that are no pairs of vectors, and biases.
     "qwen3.5-equal": ("Qwen3_5",
         {**_DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "linear_num_key_heads": 3,

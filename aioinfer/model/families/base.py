@@ -108,7 +108,8 @@ class Source:
         weights, hidden = self.weights, self.config.hidden_size
         both, rows = [f"{prefix}.{name}" for name in names[:2]], [middle, middle]
         if fused:
-            both, rows = [f"{prefix}.gate_up_proj"], [2 * middle]
+            name = "gate_up_proj" if names is GATE_UP_DOWN else names[0]
+            both, rows = [f"{prefix}.{name}"], [2 * middle]
         gate_up = StoredMatrix(weights, both, rows, hidden, bias=bias)
         down = StoredMatrix(weights, [f"{prefix}.{names[2]}"], [hidden], middle, bias=bias)
         return self.kernels.gated_mlp(gate_up, down, gate, shared=shared)

@@ -208,8 +208,8 @@ class LowRank {
   std::vector<float> scales_;  // [ranks]
 };
 
-// The layers of a decoder that adapters can change.
-enum AdaptedPart { INTO, OUT, GATE_UP, DOWN, GATES, ADAPTED_PARTS };
+// The layers of a decoder that adapters can change. Beside: of a state space beside attention.
+enum AdaptedPart { INTO, OUT, GATE_UP, DOWN, GATES, BESIDE_INTO, BESIDE_OUT, ADAPTED_PARTS };
 
 template <class T>
 struct Adapter {

@@ -3,8 +3,9 @@
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
-// Instead of attention a layer may have another mixer, which keeps a state: a short convolution or a delta rule. A part
-// may lack its norm, and it may have another one behind it, before the sum. Both parts may read the same residual. The
+// Instead of attention a layer may have another mixer, which keeps a state: a short convolution, a delta rule or a state
+// space, or both side by side. A part may lack its norm, and it may have another one behind it, before the sum. Both
+// parts may read the same residual, and there may be no second one. The
 // second half of a layer with experts is described in experts.hpp and dual.hpp, what may follow it in per_layer.hpp. In
 // the end the residual may be scaled.
 //
@@ -22,6 +23,7 @@
 #include "dual.hpp"
 #include "experts.hpp"
 #include "gates.hpp"
+#include "mamba2.hpp"
 #include "norms.hpp"
 #include "per_layer.hpp"
 #include "self_attention.hpp"
@@ -30,13 +32,24 @@
 
 namespace aioinfer {
 
+// A state space and attention that read the same normed residual (Falcon-H1).
+template <class T>
+struct SideBySide {
+  Mamba2<T> mamba;
+  SelfAttention<T> attention;
+  float mamba_scale, attention_scale;  // factors of their results
+
+  void check(int64_t hidden) const { mamba.check(hidden), attention.check(hidden); }
+};
+
 template <class T>
 struct Layer {
   Norm mixer_norm;
-  std::variant<SelfAttention<T>, ShortConv<T>, DeltaRule<T>> mixer;
+  std::variant<SelfAttention<T>, ShortConv<T>, DeltaRule<T>, Mamba2<T>, SideBySide<T>> mixer;
   Norm mixer_post_norm;
   Norm mlp_norm;
-  // The dense part or the shared expert; null in a layer without. A dense part may have no gates.
+  // The dense part or the shared expert; null in a layer without. A dense part may have no gates. Without both it and
+  // experts there is no second part.
   const Linear<T>* gate_up;
   const Linear<T>* down;
   // Null in a layer without experts.
@@ -55,6 +68,16 @@ struct Layer {
   Shared<T> shared(const float* shares = nullptr) const {
     return dual.any() ? Shared<T>{} : Shared<T>{gate_up, down, shares};
   }
+  bool has_mlp() const { return gate_up != nullptr || experts != nullptr; }
+  // Null in a layer without.
+  const SelfAttention<T>* attention() const {
+    if (const auto* both = std::get_if<SideBySide<T>>(&mixer)) return &both->attention;
+    return std::get_if<SelfAttention<T>>(&mixer);
+  }
+  const Mamba2<T>* mamba() const {
+    if (const auto* both = std::get_if<SideBySide<T>>(&mixer)) return &both->mamba;
+    return std::get_if<Mamba2<T>>(&mixer);
+  }
   // Of the residual behind the feed-forward part.
   float mlp_scale() const { return per_layer.gate == nullptr ? scale : 1.0f; }
 
@@ -64,6 +87,8 @@ struct Layer {
             "a residual is scaled behind a part without a norm");
     require(!parallel || (mixer_post_norm.weight == nullptr && mlp_post_norm.weight == nullptr),
             "parts that read the same residual have norms behind them");
+    require(has_mlp() || (mlp_norm.weight == nullptr && mlp_post_norm.weight == nullptr && !parallel),
+            "a layer without a second part has norms for one, or reads beside it");
     if (!dual.any()) return;
     dual.check();
     require(gate_up != nullptr && experts != nullptr, "a dense part or experts lack what is beside them");
@@ -149,7 +174,7 @@ class Decoder {
   void add(const Layer<T>& layer) {
     aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
     std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
-    if (const auto* attention = std::get_if<SelfAttention<T>>(&layer.mixer)) check_shared(*attention);
+    if (const auto* attention = layer.attention()) check_shared(*attention);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");
@@ -159,7 +184,6 @@ class Decoder {
       require_size(*layer.gate_up, middle, hidden_, gated);
       require_size(*layer.down, hidden_, middle);
     }
-    require(layer.gate_up != nullptr || layer.experts != nullptr, "a layer without a feed-forward part");
     require((layer.router == nullptr) == (layer.experts == nullptr), "experts without a router, or a router alone");
     if (layer.experts != nullptr) {
       require(layer.experts->hidden == hidden_ && layer.router->weight->inner == hidden_, "experts of another size");
@@ -173,15 +197,18 @@ class Decoder {
     layer.per_layer.check(per_layer_.source(), layers_.size(), hidden_);
     layers_.push_back(layer);
     Layer<T>& added = layers_.back();
-    if (auto* attention = std::get_if<SelfAttention<T>>(&added.mixer)) {
-      attention->division = divisions_.of(attention->shape);
+    if (const auto* attention = added.attention()) {
+      const_cast<SelfAttention<T>*>(attention)->division = divisions_.of(attention->shape);
       kv_pools_ = std::max(kv_pools_, attention->kv + 1);
+    }
+    if (const auto* mamba = added.mamba()) {
+      states_ = std::max(states_, mamba->state + 2);
     } else if (const auto* conv = std::get_if<ShortConv<T>>(&added.mixer)) {
       states_ = std::max(states_, conv->state + 1);
     } else if (const auto* delta = std::get_if<DeltaRule<T>>(&added.mixer)) {
       states_ = std::max(states_, delta->state + 2);
     }
-    std::visit([&](const auto& mixer) { width_ = std::max(width_, mixer.into->outputs); }, added.mixer);
+    each_mixer(added, [&](const auto& mixer) { width_ = std::max(width_, mixer.into->outputs); });
   }
 
   std::vector<Layer<T>>& layers() { return layers_; }
@@ -198,7 +225,14 @@ class Decoder {
       const auto* delta = std::get_if<DeltaRule<T>>(&layer.mixer);
       return delta == nullptr ? nullptr : delta->gates;
     }
-    return std::visit([&](const auto& mixer) { return part == INTO ? mixer.into : mixer.out; }, layer.mixer);
+    const Linear<T>* found = nullptr;
+    const bool beside = part == BESIDE_INTO || part == BESIDE_OUT;
+    const auto take = [&](const auto& mixer) { found = part == INTO || part == BESIDE_INTO ? mixer.into : mixer.out; };
+    if (const auto* both = std::get_if<SideBySide<T>>(&layer.mixer))
+      beside ? take(both->mamba) : take(both->attention);
+    else if (!beside)
+      each_mixer(layer, take);
+    return found;
   }
 
   // Between two steps; the adapter is kept.
@@ -227,11 +261,11 @@ class Decoder {
       for (size_t index = 0; index < layers_.size(); index++) {
         const Layer<T>& layer = layers_[index];
         mixer_part(worker, index, step, watch);
-        if (layer.experts == nullptr)
-          dense_part(worker, index, tokens, watch);
-        else if (layer.dual.any())
+        if (layer.dual.any())
           dual_part(worker, index, tokens, watch);
-        else
+        else if (layer.experts == nullptr && layer.has_mlp())
+          dense_part(worker, index, tokens, watch);
+        else if (layer.has_mlp())
           sparse_part(worker, layer, tokens, watch);
         if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
         if (static_cast<int64_t>(index) < step.features.deep) add_deep(worker, step.features, index, watch);
@@ -245,7 +279,7 @@ class Decoder {
   void check_shared(const SelfAttention<T>& attention) const {
     require(!attention.shape.shared || std::any_of(layers_.begin(), layers_.end(),
                                                    [&](const Layer<T>& other) {
-                                                     const auto* stores = std::get_if<SelfAttention<T>>(&other.mixer);
+                                                     const auto* stores = other.attention();
                                                      return stores != nullptr && stores->stores_for(attention);
                                                    }),
             "no layer before it stores the keys and values that a layer shares");
@@ -270,29 +304,72 @@ class Decoder {
   T* result(int64_t token) { return results_.data() + token * hidden_; }
   T* mixed(int64_t token) { return mixed_.data() + token * hidden_; }
 
-  void mixer_part(Worker& worker, size_t index, const StepInput<T>& step, Stopwatch& watch) {
-    const Layer<T>& layer = layers_[index];
+  // Calls what for each mixer of a layer.
+  template <class What>
+  static void each_mixer(const Layer<T>& layer, What&& what) {
     std::visit(
         [&](const auto& mixer) {
-          const int64_t tokens = step.attention.tokens;
-          const Inputs<T> normed = norm_rows(worker, layer.mixer_norm, *mixer.into, tokens, nullptr);
-          watch.add(REST);
-          adapting_.shrink(worker, index, INTO, normed);
-          multiply(worker, normed, *mixer.into,
-                   adapting_.expanding(index, INTO, *mixer.into, put_projection(*mixer.into, projected_.data())));
-          watch.add(LINEAR);
-          const Inputs<T> mixed = wide_.inputs(*mixer.out, tokens);
-          mix(worker, mixer, index, step, normed, mixed);
-          mixed.finish(worker);
-          watch.add(ATTENTION);
-          adapting_.shrink(worker, index, OUT, mixed);
-          multiply(worker, mixed, *mixer.out,
-                   adapting_.expanding(index, OUT, *mixer.out,
-                                       put_result(layer, layer.parallel || layer.mixer_post_norm.weight != nullptr)));
-          watch.add(LINEAR);
-          add_result(worker, layer, layer.mixer_post_norm, tokens, watch);
+          if constexpr (std::is_same_v<std::decay_t<decltype(mixer)>, SideBySide<T>>)
+            what(mixer.mamba), what(mixer.attention);
+          else
+            what(mixer);
         },
         layer.mixer);
+  }
+
+  void mixer_part(Worker& worker, size_t index, const StepInput<T>& step, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
+    if (const auto* both = std::get_if<SideBySide<T>>(&layer.mixer)) return both_mixers(worker, *both, index, step, watch);
+    each_mixer(layer, [&](const auto& mixer) {
+      const Inputs<T> mixed = mixer_inputs(worker, mixer, index, INTO, step, watch);
+      adapting_.shrink(worker, index, OUT, mixed);
+      multiply(worker, mixed, *mixer.out,
+               adapting_.expanding(index, OUT, *mixer.out,
+                                   put_result(layer, layer.parallel || layer.mixer_post_norm.weight != nullptr)));
+      watch.add(LINEAR);
+      add_result(worker, layer, layer.mixer_post_norm, step.attention.tokens, watch);
+    });
+  }
+
+  // The results of one mixer wait for those of the other, which reads the residual as it was.
+  void both_mixers(Worker& worker, const SideBySide<T>& both, size_t index, const StepInput<T>& step, Stopwatch& watch) {
+    const Inputs<T> scanned = mixer_inputs(worker, both.mamba, index, BESIDE_INTO, step, watch);
+    adapting_.shrink(worker, index, BESIDE_OUT, scanned);
+    auto keep = [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      put_pair(result(place.row), panel, hidden_, both.mamba_scale * one, both.mamba_scale * other);
+    };
+    multiply(worker, scanned, *both.mamba.out, adapting_.expanding(index, BESIDE_OUT, *both.mamba.out, keep));
+    watch.add(LINEAR);
+    const Inputs<T> attended = mixer_inputs(worker, both.attention, index, INTO, step, watch);
+    adapting_.shrink(worker, index, OUT, attended);
+    const auto add = [&](int64_t token, int64_t at, Floats value) __attribute__((always_inline)) {
+      value = multiply_add(Number<T>::load_lanes(result(token) + at), value, spread(both.attention_scale));
+      add_lanes(layers_[index], token, at, value);
+    };
+    auto put = [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      add(place.row, panel * PANEL, one);
+      if (panel * PANEL + LANES < hidden_) add(place.row, panel * PANEL + LANES, other);
+    };
+    multiply(worker, attended, *both.attention.out, adapting_.expanding(index, OUT, *both.attention.out, put));
+    watch.add(LINEAR);
+  }
+
+  // From the residual to the inputs of the product behind a mixer.
+  template <class Mixer>
+  Inputs<T> mixer_inputs(Worker& worker, const Mixer& mixer, size_t index, AdaptedPart into, const StepInput<T>& step,
+                         Stopwatch& watch) {
+    const int64_t tokens = step.attention.tokens;
+    const Inputs<T> normed = norm_rows(worker, layers_[index].mixer_norm, *mixer.into, tokens, nullptr);
+    watch.add(REST);
+    adapting_.shrink(worker, index, into, normed);
+    multiply(worker, normed, *mixer.into,
+             adapting_.expanding(index, into, *mixer.into, put_projection(*mixer.into, projected_.data())));
+    watch.add(LINEAR);
+    const Inputs<T> mixed = wide_.inputs(*mixer.out, tokens);
+    mix(worker, mixer, index, step, normed, mixed);
+    mixed.finish(worker);
+    watch.add(ATTENTION);
+    return mixed;
   }
 
   static auto put_projection(const Linear<T>& layer, T* to) {
@@ -343,6 +420,13 @@ class Decoder {
     self.mix(worker, projected_.data(), gates_.data(), step.attention.rows, step.states,
              static_cast<T*>(step.state_pools[self.state]), static_cast<float*>(step.state_pools[self.state + 1]),
              delta_scratch_[worker.index()], mixed);
+  }
+
+  void mix(Worker& worker, const Mamba2<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,
+           const Inputs<T>& mixed) {
+    self.mix(worker, projected_.data(), step.attention.rows, step.states,
+             static_cast<T*>(step.state_pools[self.state]), static_cast<float*>(step.state_pools[self.state + 1]),
+             mamba_scratch_[worker.index()], mixed);
   }
 
   void dense_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
@@ -532,12 +616,12 @@ class Decoder {
     narrow_.reserve(*head_, step.num_logits);
     per_layer_.reserve(tokens, narrow_);
     for (const Layer<T>& layer : layers_) {
-      std::visit([&](const auto& mixer) { reserve(mixer, tokens, workers); }, layer.mixer);
+      each_mixer(layer, [&](const auto& mixer) { reserve(mixer, tokens, workers); });
       if (layer.per_layer.gate != nullptr) {
         narrow_.reserve(*layer.per_layer.gate, tokens);
         wide_.reserve(*layer.per_layer.out, tokens);
       }
-      if (layer.experts == nullptr || layer.dual.any()) {
+      if (layer.gate_up != nullptr && (layer.experts == nullptr || layer.dual.any())) {
         narrow_.reserve(*layer.gate_up, tokens);
         wide_.reserve(*layer.down, tokens);
       }
@@ -560,6 +644,10 @@ class Decoder {
       if (static_cast<int>(delta_scratch_.size()) < workers) delta_scratch_.resize(workers);
       for (DeltaScratch& scratch : delta_scratch_) scratch.reserve(mixer.shape);
     }
+    if constexpr (std::is_same_v<Mixer, Mamba2<T>>) {
+      if (static_cast<int>(mamba_scratch_.size()) < workers) mamba_scratch_.resize(workers);
+      for (MambaScratch& scratch : mamba_scratch_) scratch.reserve(mixer.shape);
+    }
   }
 
   Embedding<T> embedding_;
@@ -574,6 +662,7 @@ class Decoder {
   std::vector<T> gates_;                           // of a delta rule
   std::vector<float> shares_;                      // of the shared expert, by token
   std::vector<DeltaScratch> delta_scratch_;        // of each worker
+  std::vector<MambaScratch> mamba_scratch_;        // of each worker
   std::vector<T> mixed_;                           // of experts beside a dense part
   InputBuffer<T> narrow_, wide_;
   Routing<T> routing_;

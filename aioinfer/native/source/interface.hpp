@@ -287,6 +287,7 @@ struct SelfAttentionArguments {
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // [heads], or null
   const float* query_scales;  // [positions] factors of queries, or null
+  float out_scale;            // beside a state space, of its results
 };
 
 // A gated convolution of each channel by itself, the first half of a layer.
@@ -318,20 +319,41 @@ struct DeltaRuleArguments {
   int64_t state;
 };
 
+// A state space with one decay for each head (Mamba-2), the first half of a layer.
+template <class T>
+struct MambaArguments {
+  int64_t heads, head_dim, groups, state_size;
+  const Linear<T>* into;   // hidden to gates of the results, x, b and c of the groups, and steps
+  const float* conv;       // [size, channels] of x, b and c, the oldest input's first
+  const float* conv_bias;  // [channels], or null
+  int64_t size;
+  const float* bias;  // [heads]: a step is softplus(step_scale * value + bias)
+  const float* rate;  // [heads]: a decay is e^(-rate * step)
+  const float* skip;  // [heads] factors of x in the results
+  const float* norm;  // [heads * head_dim], of the gated results of each group; or null
+  float eps, gate_scale, step_scale;
+  const Linear<T>* out;
+  float out_scale;  // beside attention, of its results
+  // Which pool has the inputs of the convolution, [cells, size - 1, channels] of T; the next one has the states,
+  // [cells, heads, state_size, head_dim] floats.
+  int64_t state;
+};
+
 // Append a layer. All pointers but those to arguments are kept.
 template <class T>
 struct LayerArguments {
   Decoder<T>* decoder;
   const float* mixer_norm;       // [hidden], or null
   const float* mixer_norm_bias;  // [hidden] of a layer norm, or null; so below
-  // The mixer: two of these are null.
+  // The mixer: one of these, or attention and a state space side by side; the others are null.
   const SelfAttentionArguments<T>* attention;
   const ShortConvArguments<T>* conv;
   const DeltaRuleArguments<T>* delta_rule;
+  const MambaArguments<T>* mamba;
   const float* mixer_post_norm;  // [hidden], or null: of the output, before it is added
   const float* mlp_norm;         // [hidden], or null
   const float* mlp_norm_bias;
-  const Linear<T>* gate_up;   // of the dense part or the shared expert; null in a layer without
+  const Linear<T>* gate_up;   // of the dense part or the shared expert; null in a layer without, or without any part
   const Linear<T>* down;      // null with gate_up
   const Router<T>* router;    // null in a layer without experts
   const Experts<T>* experts;  // null with router

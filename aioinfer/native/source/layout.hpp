@@ -79,13 +79,15 @@ inline std::string layout() {
                     logit_scale, logit_cap, positions, hidden, norm_eps, per_layer)
   AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, value_norm, shared,
                     whole_norm, norm_last, head_norm_eps, cos, sin, rotary_dim, out, window, block, spans, scale, soft_cap,
-                    sinks, query_scales)
+                    sinks, query_scales, out_scale)
   AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
   AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
                     norm, eps, out, state)
-  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, conv, delta_rule, mixer_post_norm,
-                    mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate, mlp_post_norm, dual,
-                    per_layer, residual_scale, part_scale, parallel)
+  AIOINFER_TEMPLATE(MambaArguments, heads, head_dim, groups, state_size, into, conv, conv_bias, size, bias, rate, skip,
+                    norm, eps, gate_scale, step_scale, out, out_scale, state)
+  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, conv, delta_rule, mamba,
+                    mixer_post_norm, mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate,
+                    mlp_post_norm, dual, per_layer, residual_scale, part_scale, parallel)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,
                     state_pools, num_states, num_cells, read, write, logits_rows,

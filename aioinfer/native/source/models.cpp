@@ -84,9 +84,31 @@ DeltaRule<T> mixer_of(const DeltaRuleArguments<T>& a) {
   };
 }
 
+Mamba2<T> mixer_of(const MambaArguments<T>& a) {
+  const MambaShape shape{a.heads, a.head_dim, a.groups, a.state_size};
+  return {
+      .shape = shape,
+      .into = a.into,
+      .conv = {a.conv, a.conv_bias, shape.channels(), a.size},
+      .bias = a.bias,
+      .rate = a.rate,
+      .skip = a.skip,
+      .norm = a.norm,
+      .eps = a.eps,
+      .gate_scale = a.gate_scale,
+      .step_scale = a.step_scale,
+      .out = a.out,
+      .state = a.state,
+  };
+}
+
 decltype(Layer<T>::mixer) mixer_of(const LayerArguments<T>& a) {
-  const int given = (a.attention != nullptr) + (a.conv != nullptr) + (a.delta_rule != nullptr);
-  require(given == 1, "a layer has one mixer");
+  const int given = (a.attention != nullptr) + (a.conv != nullptr) + (a.delta_rule != nullptr) + (a.mamba != nullptr);
+  const bool both = a.attention != nullptr && a.mamba != nullptr;
+  require(given == 1 + both, "a layer has one mixer");
+  if (both)
+    return SideBySide<T>{mixer_of(*a.mamba), mixer_of(*a.attention), a.mamba->out_scale, a.attention->out_scale};
+  if (a.mamba != nullptr) return mixer_of(*a.mamba);
   if (a.attention != nullptr) return mixer_of(*a.attention);
   if (a.conv != nullptr) return mixer_of(*a.conv);
   return mixer_of(*a.delta_rule);
