@@ -17,6 +17,7 @@ from aioinfer.model.families.lfm2 import Lfm2
 from aioinfer.model.families.llada2 import LLaDA2
 from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
 from aioinfer.model.families.mixtral import Mixtral
+from aioinfer.model.families.nemotron_h import NemotronH
 from aioinfer.model.families.qwen3_5 import Qwen3Next
 
 __all__ = ["LANGUAGE_MODELS", "MODEL_TYPES", "own_implementation", "why_not_own"]
@@ -51,6 +52,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "FalconH1ForCausalLM": (frozenset({"falcon_h1"}), FalconH1()),
     "GraniteMoeHybridForCausalLM": (frozenset({"granitemoehybrid"}), GraniteHybrid("config")),
     "Lfm2MoeForCausalLM": (frozenset({"lfm2_moe"}), Lfm2(experts=True)),
+    "NemotronHForCausalLM": (frozenset({"nemotron_h"}), NemotronH()),
     "SmolLM3ForCausalLM": (
         frozenset({"smollm3"}),
         LlamaLike("config", mlp_bias=True, windows="config"),

@@ -191,6 +191,11 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid": ("GraniteMoeHybrid",
         {**_MAMBA, **_GRANITE, "layer_types": _MAMBA_TYPES, "num_local_experts": 0,
         "shared_intermediate_size": 96, "tie_word_embeddings": True}),
+    # A layer without a feed-forward part, and one with attention at the end.
+    "nemotron-h": ("NemotronH",
+        {"hidden_size": 64, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32,
+        "n_groups": 2, "intermediate_size": 96, "num_hidden_layers": None, "layers_block_type":
+        ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"]}),
     "falcon-h1": ("FalconH1",
         {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_groups": 2, "key_multiplier": 0.4,
         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "mlp_multipliers": [0.8, 0.6],

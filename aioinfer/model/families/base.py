@@ -209,8 +209,9 @@ class Family(Protocol):
         """Whether a tensor of a checkpoint belongs to a part that is not computed here."""
         return False
 
-    def layer(self, source: Source, index: int) -> Layer:
-        """Layer ``index`` of a checkpoint. Raises ConfigError if a tensor is missing or has another shape."""
+    def layer(self, source: Source, index: int) -> Layer | None:
+        """Layer ``index`` of a checkpoint; None: it is the second half of the one before. Raises ConfigError
+        if a tensor is missing or has another shape."""
 
     def words(self, names: Container[str]) -> str:
         """Name of the token embedding, without ".weight", in a checkpoint with tensors of these names."""
@@ -263,7 +264,8 @@ def build_decoder(
         # Stored once, under the name of the head.
         name = "lm_head"
     words = StoredMatrix(weights, [name], [vocabulary], hidden)
-    layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
+    every = (family.layer(source, index) for index in range(config.num_hidden_layers))
+    layers = [layer for layer in every if layer is not None]
     norm = family.final_norm(source)
     trunk = Trunk(
         family.embedding(source),
@@ -327,7 +329,7 @@ def factor(config: Any, name: str) -> float:
 
 def norm_eps(config: Any) -> float:
     """Summand of the mean square of a norm."""
-    eps: float = own(config, "rms_norm_eps") or config.norm_eps
+    eps: float = own(config, "rms_norm_eps") or own(config, "layer_norm_epsilon") or config.norm_eps
     return eps
 
 
