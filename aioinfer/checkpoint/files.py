@@ -162,8 +162,7 @@ class GGUFCheckpoint:
         """Those of the text model."""
         from aioinfer.checkpoint.gguf.tensors import GGUFTensors
 
-        config = self._text_config()
-        return GGUFTensors(self._file, config["num_attention_heads"], config["num_key_value_heads"])
+        return GGUFTensors(self._file, self._text_config())
 
     def files(self) -> list[Path]:
         from aioinfer.checkpoint.gguf.file import parts_of

@@ -151,9 +151,9 @@ def test_a_matrix_of_differing_types_keeps_all_of_them(
         for seed, (part, kind) in enumerate(zip("qkv", kinds, strict=True))
     }
     write_file(tmp_path / "m.gguf", {}, "qwen2", stored)
-    weights = Weights(
-        GGUFTensors(GGUFFile(tmp_path / "m.gguf"), 1, 1), dtype=torch.float32, device=torch.device("cpu")
-    )
+    config = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 1)
+    tensors = GGUFTensors(GGUFFile(tmp_path / "m.gguf"), config)
+    weights = Weights(tensors, dtype=torch.float32, device=torch.device("cpu"))
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     matrix = StoredMatrix(weights, names, [8, 8, 8], 256)
     assert matrix.rounding == rounding
@@ -234,9 +234,6 @@ def test_rotary_positions_are_scaled_as_the_file_says_or_refused(tmp_path: Path)
     assert rope(scaling__type="none", scaling__factor=2)["rope_type"] == "default"
     with pytest.raises(ConfigError, match="scaled by 'longrope'"):
         rope(scaling__type="longrope")
-    write_gguf(tmp_path / "hf", file, more={"llama.expert_count": 8})
-    with pytest.raises(ConfigError, match="GGUF files of Mixtral"):
-        open_checkpoint(file).config()
 
 
 def test_turns_end_at_control_tokens_that_files_do_not_name(tmp_path: Path) -> None:

@@ -249,4 +249,4 @@ def test_fused_rows_that_do_not_fit_the_heads_are_an_error(tmp_path: Path) -> No
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", fused=True)
     file = GGUFFile(tmp_path / "m.gguf")
     with pytest.raises(ConfigError, match=r"blk.0.attn_qkv.bias has 96 rows for 5 and 2 heads"):
-        GGUFTensors(file, 5, 2)
+        GGUFTensors(file, {**config_of(file), "num_attention_heads": 5, "num_key_value_heads": 2})

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.gguf.architectures import architecture_of
 from aioinfer.checkpoint.gguf.architectures.base import DEFAULT_BASE, Architecture, Common
 from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError, shown
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 __all__ = ["ADDED", "CONTROL", "config_of", "end_tokens", "name_of", "rope_of"]
 
 _NUMBER = (int, float)
+#: rotary factors from here on stand for no rotation
+_NEVER = 1e29
 #: parameters of YaRN in a config, and their names in metadata; transformers' defaults apply without them
 _YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 #: kinds of tokens in ``tokenizer.ggml.token_type``
@@ -44,32 +51,48 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
-}
-#: stacks of the experts of a layer, which transformers' layouts name without "weight"
-_STACKS = {
-    "ffn_gate_exps": "mlp.experts.gate_proj",
-    "ffn_up_exps": "mlp.experts.up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
-    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    # Stacks, which transformers' layouts name without "weight".
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
 }
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_NO_WEIGHTS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.(.+)")
+#: of a single expert, in old files
+_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,9})\.weight")
 
 
-def name_of(name: str, architecture: Architecture) -> str | None:
-    """The name of a tensor in transformers; None if it is not a weight. Unknown ones keep their name."""
-    if name in ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"):
+def name_of(name: str, architecture: Architecture, layers: int) -> str | None:
+    """The name of a tensor in transformers; None if it is not a weight. Unknown ones keep their name.
+    ``layers``: number of those that do not predict further tokens."""
+    if name in _NO_WEIGHTS:
         return None
     match = _BLOCK.fullmatch(name)
-    if match is not None:
-        layer, part, kind = match.groups()
-        if part in _STACKS and kind == "weight":
-            return f"{architecture.layers}.{layer}.{_STACKS[part]}"
-        own = architecture.names.get(part) or _LAYER.get(part)
-        return f"{architecture.layers}.{layer}.{own}.{kind}" if own else name
+    if match is None:
+        return _translated(name, architecture.names, _WHOLE) or name
+    index, part = int(match[1]), match[2]
+    if expert := _EXPERT.fullmatch(part):
+        own = architecture.names.get(f"{expert[1]}.N.weight")
+        return f"{architecture.layers}.{index}.{own.replace('N', expert[2])}" if own else name
+    found = _translated(part, architecture.names, _LAYER)
+    if found is None:
+        return name
+    if index < layers or not architecture.further:
+        return f"{architecture.layers}.{index}.{found}"
+    # What there is once for all layers that predict further tokens has the first part of their name.
+    once = found.startswith(architecture.further.partition(".")[0] + ".")
+    return found if once else f"{architecture.further}.{index - layers}.{found}"
+
+
+def _translated(name: str, own: Mapping[str, str], usual: Mapping[str, str]) -> str | None:
+    for names in (own, usual):
+        if name in names:
+            return names[name]
     stem, _, kind = name.rpartition(".")
-    own = architecture.names.get(stem) or _WHOLE.get(stem)
-    return f"{own}.{kind}" if own else name
+    found = own.get(stem) or usual.get(stem)
+    return f"{found}.{kind}" if found and kind in ("weight", "bias") else None
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
@@ -80,7 +103,17 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         found: int = file.value(f"{prefix}.{name}", int, default)
         return found
 
-    heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
+    def most(name: str, default: int) -> int:
+        """Of the layers, for each of which some files state it."""
+        found = file.value(f"{prefix}.{name}", (int, list), default)
+        numbers: list[int] = found if isinstance(found, list) else [found]
+        if not numbers or not all(isinstance(each, int) for each in numbers):
+            raise ConfigError(f"model: {prefix}.{name} of the GGUF file is no list of numbers")
+        return max(numbers)
+
+    heads, hidden = number("attention.head_count"), number("embedding_length")
+    # Of all blocks the last ones may predict further tokens.
+    layers = number("block_count") - number("nextn_predict_layers", 0)
     if heads < 1:
         raise ConfigError(f"model: {prefix}.attention.head_count of the GGUF file is {heads}")
     size = hidden // heads
@@ -99,9 +132,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "architectures": [architecture.name],
         "num_hidden_layers": layers,
         "hidden_size": hidden,
-        "intermediate_size": number("feed_forward_length", 0) or hidden,
+        "intermediate_size": most("feed_forward_length", 0) or hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "num_key_value_heads": most("attention.head_count_kv", heads),
         "head_dim": size,
         "vocab_size": _vocabulary(file),
         "max_position_embeddings": context,
@@ -156,7 +189,7 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def rope_of(file: GGUFFile, prefix: str, size: int) -> dict[str, Any]:
-    """Plain, scaled as the metadata say, or as Llama 3 does by a tensor of factors. ``size``: of a head.
+    """Plain, scaled as the metadata say, or as a tensor of factors says. ``size``: of a head.
     Raises ConfigError for a scaling that is not known."""
     base = float(file.value(f"{prefix}.rope.freq_base", _NUMBER, DEFAULT_BASE))
     plain = {"rope_type": "default", "rope_theta": base}
@@ -164,7 +197,7 @@ def rope_of(file: GGUFFile, prefix: str, size: int) -> dict[str, Any]:
     if size != rotated:
         plain["partial_rotary_factor"] = rotated / size
     if "rope_freqs.weight" in file.tensors:
-        return {**plain, **_llama3(file, base, size)}
+        return {**plain, **_factors(file, base, size)}
     if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
         raise ConfigError("model: rotary positions that depend on the length (LongRoPE) are not supported")
     # Old files have a factor under another name, and no type.
@@ -192,17 +225,30 @@ def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _llama3(file: GGUFFile, base: float, size: int) -> dict[str, Any]:
-    """Llama 3's scaling, whose parameters are not in the file, by the factors that follow from them.
-
-    All models that are so scaled differ in one parameter, which is the largest factor. Raises ConfigError if
-    the factors are not those that follow from it."""
+def _factors(file: GGUFFile, base: float, size: int) -> dict[str, Any]:
+    """The scaling whose result is a tensor of factors: Llama 3's, or the part of a head that rotates where
+    halves of whole heads rotate together (Gemma 4). Raises ConfigError for others."""
     import numpy as np
 
     stored = file.tensors["rope_freqs.weight"]
     if stored.kind.name != "F32" or stored.shape != (size // 2,):
         raise ConfigError(f"model: rope_freqs.weight is {stored.kind.name} {stored.shape}")
     factors = stored.data.view("<f4")[0].astype(np.float64)
+    rotated = int((factors < _NEVER).sum())
+    if rotated == len(factors):
+        return _llama3(factors, base, size)
+    if not (factors[:rotated] == 1).all():
+        raise ConfigError("model: rotary factors of the GGUF file are neither 1 nor endless")
+    return {"rope_type": "proportional", "partial_rotary_factor": rotated / len(factors)}
+
+
+def _llama3(factors: npt.NDArray[np.float64], base: float, size: int) -> dict[str, Any]:
+    """Llama 3's scaling, whose parameters are not in the file, by the factors that follow from them.
+
+    All models that are so scaled differ in one parameter, which is the largest factor. Raises ConfigError if
+    the factors are not those that follow from it."""
+    import numpy as np
+
     parameters = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     factor = float(factors.max())
     wavelengths = 2 * np.pi * base ** (np.arange(0, size, 2) / size)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from aioinfer.checkpoint.gguf.architectures import architecture_of
-from aioinfer.checkpoint.gguf.architectures.base import Architecture
+from aioinfer.checkpoint.gguf.architectures.base import Architecture, Order
 from aioinfer.checkpoint.gguf.blocks import BLOCKS
 from aioinfer.checkpoint.gguf.config import name_of
 from aioinfer.checkpoint.gguf.file import GGUFFile, StoredTensor
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GGUFTensors", "StoredTensors"]
 
-#: end of the names of norms' weights
-_NORM = "norm.weight"
 _PLAIN = {"F32": "<f4", "F16": "<f2"}
 #: elements that are dequantised at a time
 _SLICE = 1 << 22
+
+_Found = TypeVar("_Found")
 
 
 class StoredTensors(Tensors):
@@ -78,54 +78,94 @@ class StoredTensors(Tensors):
 class GGUFTensors(StoredTensors):
     """The tensors of a language model."""
 
-    def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
-        """``heads`` and ``kv_heads``: of queries and keys."""
+    def __init__(self, file: GGUFFile, config: Mapping[str, Any]) -> None:
+        """``config``: of the model, see :func:`~aioinfer.checkpoint.gguf.config.config_of`."""
         super().__init__({})
-        architecture = architecture_of(file)
-        self._heads: dict[str, int] = {}
-        self._norms_plus_one, self._transposed = architecture.norms_plus_one, architecture.transposed
-        for name, tensor in _unfused(file.tensors, architecture, heads, kv_heads):
-            own = name_of(name, architecture)
+        self._architecture = architecture = architecture_of(file)
+        self._config = config
+        for name, tensor in _unfused(file.tensors, architecture, config):
+            own = name_of(name, architecture, config["num_hidden_layers"])
             if own is None:
                 continue
             if own in self._stored:
                 raise ConfigError(f"model: the GGUF file has {own} twice, once as {name}")
             self._stored[own] = tensor
-            for part, count in ((".q_proj.", heads), (".k_proj.", kv_heads)):
-                if architecture.neighbours and part in own:
-                    self._heads[own] = count
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if _ending(self._architecture.values, name) is not None:
+            return tuple(self.read(name).shape)
         shape = super().shape(name)
-        return shape[::-1] if name.endswith(self._transposed) else shape
+        return shape[::-1] if name.endswith(self._architecture.transposed) else shape
 
     def read(self, name: str) -> torch.Tensor:
+        import torch
+
         tensor = super().read(name)
-        if name.endswith(self._transposed):
+        if name.endswith(self._architecture.transposed):
             return tensor.T
-        # In float32 for every type: adding 1 again must give the same factor.
-        return tensor.float() - 1 if self._norms_plus_one and name.endswith(_NORM) else tensor
+        if (order := self._columns(name)) is not None:
+            return tensor[:, torch.from_numpy(order)]
+        change = _ending(self._architecture.values, name)
+        return tensor if change is None else change(tensor)
 
     def rounding(self, name: str) -> Rounding | None:
-        return None if name.endswith(self._transposed) else super().rounding(name)
+        rounding = super().rounding(name)
+        if rounding is None or name.endswith(self._architecture.transposed):
+            return None
+        order = self._columns(name)
+        return rounding if order is None or _groups(order, rounding.group) is not None else None
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        import torch
+
+        matrix, order = super().quantised(name), self._columns(name)
+        groups = None if order is None else _groups(order, matrix.rounding.group)
+        if order is None or groups is None:
+            return matrix
+        values, scales, offsets, rounding = matrix
+        by_group = torch.from_numpy(groups)
+        offsets = None if offsets is None else offsets[:, by_group]
+        return QuantisedMatrix(values[:, torch.from_numpy(order)], scales[:, by_group], offsets, rounding)
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, rows in transformers' order."""
-        data, heads = super()._rows(name), self._heads.get(name)
-        if heads is None:
-            return data
-        if len(self._stored[name].shape) == 1:
-            # A bias has its rows side by side.
-            each = data.reshape(self._stored[name].shape[0], -1)
-            return _in_halves(name, each, heads).reshape(data.shape)
-        return _in_halves(name, data, heads)
+        data, count = super()._rows(name), self._stored[name].shape[0]
+        order = self._order(self._architecture.rows, name, count)
+        # A vector has its rows side by side.
+        return data if order is None else data.reshape(count, -1)[order].reshape(data.shape)
+
+    def _columns(self, name: str) -> npt.NDArray[np.int64] | None:
+        return self._order(self._architecture.columns, name, self._stored[name].shape[-1])
+
+    def _order(self, orders: Mapping[str, Order], name: str, count: int) -> npt.NDArray[np.int64] | None:
+        make = _ending(orders, name)
+        try:
+            return None if make is None else make(self._config, count)
+        except ValueError as error:
+            raise ConfigError(
+                f"model: {name} has {count} rows or columns, of which the config's heads cannot be made"
+            ) from error
+
+
+def _ending(by_end: Mapping[str, _Found], name: str) -> _Found | None:
+    return next((found for end, found in by_end.items() if name.endswith(end)), None)
+
+
+def _groups(order: npt.NDArray[np.int64], group: int) -> npt.NDArray[np.int64] | None:
+    """The order of groups of neighbours that an order of columns is; None: it tears them apart."""
+    if not group or len(order) % group:
+        return None
+    first = order[::group]
+    whole = (first[:, None] + np.arange(group)).ravel()
+    return first // group if not (first % group).any() and np.array_equal(whole, order) else None
 
 
 def _unfused(
-    tensors: Mapping[str, StoredTensor], architecture: Architecture, heads: int, kv_heads: int
+    tensors: Mapping[str, StoredTensor], architecture: Architecture, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Names and tensors, with one of queries, keys and values, which llama.cpp's converter makes of any
     architecture if asked to, as the three that it was made of. Raises ConfigError."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     counts = {"attn_q": heads, "attn_k": kv_heads, "attn_v": kv_heads}
     for name, tensor in tensors.items():
         if ".attn_qkv." not in name or "attn_qkv" in architecture.names:
@@ -145,14 +185,6 @@ def _unfused(
                 StoredTensor(tensor.kind, shape, data if inner else data.reshape(1, -1)),
             )
             start += count * size
-
-
-def _in_halves(name: str, rows: npt.NDArray[np.uint8], heads: int) -> npt.NDArray[np.uint8]:
-    """Rows of heads from the order of neighbours that rotate together to that of two halves."""
-    if len(rows) % (2 * heads):
-        raise ConfigError(f"model: {name} has {len(rows)} rows for {heads} heads")
-    pairs = rows.reshape(heads, -1, 2, rows.shape[1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _writable(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:

@@ -90,5 +90,9 @@ class GptOss(LlamaLike):
         gates = weights.take(f"{prefix}.router.weight", (count, hidden))
         bias = weights.take(f"{prefix}.router.bias", (count,))
         rule = SoftmaxRouter(gates, config.num_experts_per_tok, normalize=True, bias=bias)
-        stored = AlternatingExperts(weights, f"{prefix}.experts", count, hidden, config.intermediate_size)
+        sizes = count, hidden, config.intermediate_size
+        stored: StoredExperts = AlternatingExperts(weights, f"{prefix}.experts", *sizes)
+        if f"{prefix}.experts.gate_up_proj" not in weights:
+            # A GGUF file has gates and inputs in a stack each.
+            stored = StoredExperts(weights, f"{prefix}.experts", *sizes, gate="clamped_silu", biased=True)
         return source.kernels.sparse(rule, stored, None)

@@ -38,7 +38,8 @@ class Qwen3Next(LlamaLike):
     norm_weight: NormWeight = "offset"
     partial_rotary: bool = True
     layer_types: frozenset[str] = frozenset({_ATTENTION, _DELTA_RULE})
-    #: whether the projections of a layer of the delta rule are stored by key head, in two tensors
+    #: whether the projections of a layer of the delta rule are stored by key head, in two tensors; in GGUF
+    #: files only the second one is
     by_key_head: bool = False
 
     def unsupported_reason(self, config: Any) -> str | None:
@@ -120,19 +121,21 @@ class Qwen3Next(LlamaLike):
     def _delta_projections(self, source: Source, at: str, heads: DeltaHeads) -> tuple[Linear, Linear]:
         """To queries, keys, values and gates of the results; and to strengths and decays, which are not
         rounded: they are few, and all of a state depends on them."""
-        hidden = source.config.hidden_size
-        if not self.by_key_head:
+        hidden, group = source.config.hidden_size, heads.value_heads // heads.key_heads
+        if self.by_key_head and f"{at}.in_proj_qkvz.weight" in source.weights:
+            parts = [heads.key_dim, heads.key_dim, group * heads.value_dim, group * heads.value_dim]
+            rows, order = [heads.channels + heads.values], _by_part(heads.key_heads, parts)
+            into = source.linear([f"{at}.in_proj_qkvz"], rows, hidden, bias=False, order=order)
+        else:
             names, rows = [f"{at}.in_proj_qkv", f"{at}.in_proj_z"], [heads.channels, heads.values]
             into = source.linear(names, rows, hidden, bias=False)
-            names, rows = [f"{at}.in_proj_b", f"{at}.in_proj_a"], [heads.value_heads] * 2
-            return into, source.linear(names, rows, hidden, bias=False, exact=True)
-        group = heads.value_heads // heads.key_heads
-        parts = [heads.key_dim, heads.key_dim, group * heads.value_dim, group * heads.value_dim]
-        rows, order = [heads.channels + heads.values], _by_part(heads.key_heads, parts)
-        into = source.linear([f"{at}.in_proj_qkvz"], rows, hidden, bias=False, order=order)
-        rows, order = [2 * heads.value_heads], _by_part(heads.key_heads, [group, group])
-        gates = source.linear([f"{at}.in_proj_ba"], rows, hidden, bias=False, order=order, exact=True)
-        return into, gates
+        if self.by_key_head:
+            rows, order = [2 * heads.value_heads], _by_part(heads.key_heads, [group, group])
+            return into, source.linear(
+                [f"{at}.in_proj_ba"], rows, hidden, bias=False, order=order, exact=True
+            )
+        names, rows = [f"{at}.in_proj_b", f"{at}.in_proj_a"], [heads.value_heads] * 2
+        return into, source.linear(names, rows, hidden, bias=False, exact=True)
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"

@@ -67,18 +67,26 @@ class StoredExperts:
     #: names of the tensors of an expert
     names: tuple[str, str, str] = GATE_UP_DOWN
     gate: Gate = "silu"
+    #: whether stacks in three tensors have biases
+    biased: bool = False
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """[num_experts, 2 * middle], those of gates first, and [num_experts, hidden]; None if there are none.
         Raises ConfigError as :meth:`stacked`."""
-        return None
+        if not self.biased:
+            return None
+        gate, up, down = (
+            self.weights.take(f"{self.prefix}.{name}_bias", (self.num_experts, size))
+            for name, size in zip(GATE_UP_DOWN, (self.middle, self.middle, self.hidden), strict=True)
+        )
+        return torch.cat((gate, up), dim=1), down
 
     def stacked(self) -> ExpertWeights:
         """All experts, read into place without a second copy. Raises ConfigError if a tensor is missing or
         has another shape."""
         weights, prefix, middle = self.weights, self.prefix, self.middle
         if self._together:
-            return ExpertWeights(*self._take_together(), self.gate)
+            return ExpertWeights(*self._take_together(), self.gate, self.biases())
         gate_up = weights.empty(self.num_experts, 2 * middle, self.hidden)
         down = weights.empty(self.num_experts, self.hidden, middle)
         if self._apart:
@@ -86,7 +94,7 @@ class StoredExperts:
                 (gate_up[:, :middle], gate_up[:, middle:], down), GATE_UP_DOWN, strict=True
             ):
                 weights.take_into(part, f"{prefix}.{name}")
-            return ExpertWeights(gate_up, down, self.gate)
+            return ExpertWeights(gate_up, down, self.gate, self.biases())
         for expert in range(self.num_experts):
             self._take_one(expert, gate_up[expert], down[expert])
         return ExpertWeights(gate_up, down, self.gate)
@@ -101,7 +109,8 @@ class StoredExperts:
         count, hidden, middle = self.num_experts, self.hidden, self.middle
         if self._together:
             return {"gate_up_proj": (count, 2 * middle, hidden), "down_proj": (count, hidden, middle)}
-        one = dict(zip(self.names, ((middle, hidden), (middle, hidden), (hidden, middle)), strict=True))
+        names = GATE_UP_DOWN if self._apart else self.names
+        one = dict(zip(names, ((middle, hidden), (middle, hidden), (hidden, middle)), strict=True))
         if self._apart:
             return {name: (count, *shape) for name, shape in one.items()}
         return {f"{at}.{name}.weight": shape for name, shape in one.items() for at in range(count)}

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = [
-    *("DEFAULT_BASE", "FOUR_NORMS", "NUMBER", "POST_NORMS"),
-    *("Architecture", "Common"),
-    *("biases", "partial_rotation", "soft_cap", "two_rotations", "windows"),
+    *("DEFAULT_BASE", "FOUR_NORMS", "FULL", "LESS_ONE", "NEIGHBOURS", "NUMBER", "POST_NORMS", "SLIDING"),
+    *("Architecture", "Common", "Order", "Values"),
+    *("biases", "partial_rotation", "per_layer", "soft_cap", "two_rotations", "windows"),
 ]
+
+#: from a config and a number of rows: int64 [rows], row i of transformers is the stored row ``order[i]``.
+#: Raises ValueError if rows of that number cannot be in such an order.
+Order = Callable[[Mapping[str, Any], int], npt.NDArray[np.int64]]
+#: a small tensor of transformers from the stored one
+Values = Callable[["torch.Tensor"], "torch.Tensor"]
 
 #: of rotations in files that state none
 DEFAULT_BASE = 10_000.0
@@ -52,9 +64,13 @@ class Common:
         """Whether the metadata have a name, without the prefix."""
         return f"{self.prefix}.{name}" in self.file.metadata
 
+    def any(self, *ends: str) -> bool:
+        """Whether a tensor has a name that ends so."""
+        return any(name.endswith(ends) for name in self.file.tensors)
+
     @property
     def attention_bias(self) -> bool:
-        return not self.file.tensors.keys().isdisjoint({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
+        return self.any(".attn_q.bias", ".attn_qkv.bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +81,63 @@ class Architecture:
     name: str
     #: further entries of the config
     more: Callable[[Common], dict[str, Any]]
-    #: names of tensors of a layer, and of others, that transformers calls otherwise than elsewhere
+    #: names of tensors of a layer, and of others, that transformers calls otherwise than elsewhere: without
+    #: ".weight" and ".bias", or whole, as "attn_sinks.weight"
     names: Mapping[str, str] = field(default_factory=dict)
     #: what transformers calls the layers
     layers: str = "model.layers"
+    #: and those that predict further tokens; empty: as the others
+    further: str = ""
     #: ends of transformers' names of matrices that it has transposed
     transposed: tuple[str, ...] = ()
     #: name of the epsilon of norms in the metadata
     epsilon: str = "layer_norm_rms_epsilon"
-    #: whether rows of queries and keys are in the order of neighbours that rotate together, transformers'
-    #: being that of two halves
-    neighbours: bool = False
-    #: whether weights of norms are factors, transformers' being those less one
-    norms_plus_one: bool = False
+    #: ends of transformers' names of tensors whose rows are stored in another order, and of matrices whose
+    #: columns are; of several the first applies
+    rows: Mapping[str, Order] = field(default_factory=dict)
+    columns: Mapping[str, Order] = field(default_factory=dict)
+    #: ends of those of small tensors that are stored as other numbers, or in another shape
+    values: Mapping[str, Values] = field(default_factory=dict)
     #: whether a part of each head may be rotated: then its size does not follow from that part's
     partial_rotary: bool = False
     #: texts of control tokens that end a turn, beside those that do so everywhere
     ends: frozenset[str] = frozenset()
+
+
+def _neighbours(heads: str) -> Order:
+    """Rows of heads in which neighbours rotate together, transformers' order being that of two halves."""
+    return lambda config, rows: np.arange(rows).reshape(config[heads], -1, 2).swapaxes(1, 2).ravel()
+
+
+#: of queries and keys, weights and biases
+NEIGHBOURS: Mapping[str, Order] = {
+    f"{part}_proj.{kind}": _neighbours(heads)
+    for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads"))
+    for kind in ("weight", "bias")
+}
+
+
+def less_one(tensor: torch.Tensor) -> torch.Tensor:
+    # In float32 for every type: adding 1 again must give the same factor.
+    return tensor.float() - 1
+
+
+#: weights of norms are factors, transformers' being those less one
+LESS_ONE: Mapping[str, Values] = {"norm.weight": less_one}
+
+
+def per_layer(common: Common, name: str, default: int | None = None) -> list[int]:
+    """A number of each layer, which may be stated once for all of them. Raises ConfigError."""
+    stated = common.value(name, (int, list), default)
+    if common.layers > _MOST_LAYERS:
+        raise ConfigError(f"model: the GGUF file states {common.layers} layers")
+    if isinstance(stated, int):
+        return [stated] * common.layers
+    if len(stated) < common.layers or not all(isinstance(each, int) for each in stated):
+        raise ConfigError(
+            f"model: {common.prefix}.{name} has {len(stated)} values for {common.layers} layers"
+        )
+    return list(stated[: common.layers])
 
 
 def biases(common: Common) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from aioinfer.checkpoint.gguf.architectures.base import (
     DEFAULT_BASE,
     FOUR_NORMS,
+    LESS_ONE,
     NUMBER,
     Architecture,
     Common,
@@ -58,7 +59,7 @@ def _query_scalar(common: Common, *, largest: int) -> int:
 
 
 ARCHITECTURES = {
-    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norms_plus_one=True),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, FOUR_NORMS, norms_plus_one=True),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, FOUR_NORMS, norms_plus_one=True),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, values=LESS_ONE),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, FOUR_NORMS, values=LESS_ONE),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", _gemma3, FOUR_NORMS, values=LESS_ONE),
 }

@@ -1,10 +1,12 @@
-"""llama (and Mistral, which converts to it), smollm3, olmo2 (and OLMo 3, which converts to it)."""
+"""llama (and Mistral and Mixtral), mistral3, smollm3, olmo2 (and OLMo 3)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from aioinfer.checkpoint.gguf.architectures.base import (
+    NEIGHBOURS,
+    NUMBER,
     POST_NORMS,
     Architecture,
     Common,
@@ -12,15 +14,51 @@ from aioinfer.checkpoint.gguf.architectures.base import (
     two_rotations,
     windows,
 )
-from aioinfer.errors import ConfigError
 
 __all__ = ["ARCHITECTURES"]
 
 
+#: of Mixtral, whose experts old files have one by one
+_LLAMA = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps.weight": "block_sparse_moe.experts.gate_proj",
+    "ffn_up_exps.weight": "block_sparse_moe.experts.up_proj",
+    "ffn_down_exps.weight": "block_sparse_moe.experts.down_proj",
+    "ffn_gate_up_exps.weight": "block_sparse_moe.experts.gate_up_proj",
+    "ffn_gate.N.weight": "block_sparse_moe.experts.N.w1.weight",
+    "ffn_up.N.weight": "block_sparse_moe.experts.N.w3.weight",
+    "ffn_down.N.weight": "block_sparse_moe.experts.N.w2.weight",
+}
+
+
 def _llama(common: Common) -> dict[str, Any]:
-    if common.value("expert_count", int, 0):
-        raise ConfigError("model: GGUF files of Mixtral, which are Llama with experts, are not supported")
-    return biases(common)
+    """Mixtral is Llama with experts."""
+    if not (experts := common.value("expert_count", int, 0)):
+        return biases(common)
+    return {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": experts,
+        "num_experts_per_tok": common.value("expert_used_count", int),
+        "sliding_window": None,
+    }
+
+
+def _mistral3(common: Common) -> dict[str, Any]:
+    """Ministral 3 is Mistral with queries that grow with their position."""
+    beta = float(common.value("attention.temperature_scale", NUMBER, 0.0))
+    if not beta:
+        return {"sliding_window": None}
+    # Files have one of two numbers, which are the same in releases.
+    scale = float(common.value("rope.scaling.yarn_log_multiplier", NUMBER, 0.0))
+    return {
+        "model_type": "ministral3",
+        "architectures": ["Ministral3ForCausalLM"],
+        "sliding_window": None,
+        "rope_parameters": {
+            **common.rope, "mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta,
+        },
+    }  # fmt: skip
 
 
 def _smollm3(common: Common) -> dict[str, Any]:
@@ -43,7 +81,8 @@ def _olmo2(common: Common) -> dict[str, Any]:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _llama, neighbours=True),
-    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, neighbours=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", _llama, _LLAMA, rows=NEIGHBOURS),
+    "mistral3": Architecture("mistral", "MistralForCausalLM", _mistral3, rows=NEIGHBOURS),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, rows=NEIGHBOURS),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, POST_NORMS),
 }
