@@ -11,15 +11,20 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from bench.peers.adapters.to_gguf import name_in_gguf
-from tests.model.checkpoints import FAMILIES, make_model
+from tests.checkpoint.gguf_kinds import KINDS
+from tests.model.checkpoints import FAMILIES, RECURRENT, make_model
 
-__all__ = ["EVERY", "make_family", "write_file", "write_gguf"]
+__all__ = ["EVERY", "MORE", "make_family", "write_file", "write_gguf"]
 
 #: a family of every architecture
 EVERY = [
     "llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3", "smollm3-interval", "olmo2",
-    "olmo3-yarn", "glm4", "phi3", "gpt2",
+    "olmo3-yarn", "glm4", "phi3", "gpt2", "gpt-oss", "gemma4-shared", "qwen3.5", "lfm2-moe-unscaled",
+]  # fmt: skip
+#: further variants of them
+MORE = [
+    "mixtral", "mistral3", "gemma4-keys", "gemma4-experts", "gemma4-odd", "qwen3.5-equal", "qwen3.5-moe",
+    "qwen3-next-experts", "lfm2",
 ]  # fmt: skip
 
 _SAME = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "phi3", "gpt2")
@@ -30,6 +35,14 @@ _ARCHITECTURES = {
     "qwen3_vl_text": "qwen3vl",
     "gemma3_text": "gemma3",
     "olmo3": "olmo2",
+    "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
+    "gemma4_text": "gemma4",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
 }
 #: ends of names of matrices that the converter transposes
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -37,6 +50,12 @@ _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 #: say which layers rotate
 _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-interval": ("SmolLM3", {"head_dim": 16, "num_hidden_layers": 5, "attention_bias": True}),
+    # Mistral Small 3, whose files have an architecture of their own.
+    "mistral3": ("Mistral", {"sliding_window": None, "head_dim": 32}),
+    # What the converter writes of these two.
+    "qwen3-next-experts": ("Qwen3Next",
+        {**RECURRENT["qwen3-next"][1], "mlp_only_layers": [], "norm_topk_prob": True}),
+    "lfm2-moe-unscaled": ("Lfm2Moe", {**RECURRENT["lfm2-moe"][1], "routed_scaling_factor": 1.0}),
     "gpt2-inner": ("GPT2", {
         "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "bos_token_id": None,
         "tie_word_embeddings": False,
@@ -53,7 +72,7 @@ _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 #: those whose rows of queries and keys llama.cpp's converter reorders, and whose norms it adds 1 to
-_NEIGHBOURS = {"llama", "smollm3"}
+_NEIGHBOURS = {"llama", "smollm3", "mistral3"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 #: every how many layers one has no window
 _PERIODS = {"gemma2": 2, "gemma3": 6}
@@ -61,7 +80,7 @@ _PERIODS = {"gemma2": 2, "gemma3": 6}
 
 def make_family(name: str, path: Path, **changes: Any) -> Any:
     """Write a random checkpoint of a family, with a config that is changed so; returns the model."""
-    prefix, stated = {**FAMILIES, **_FURTHER}[name]
+    prefix, stated = {**FAMILIES, **RECURRENT, **_FURTHER}[name]
     return make_model(prefix, {**stated, **changes}, path, seed=sum(map(ord, name)))
 
 
@@ -73,14 +92,15 @@ def write_gguf(
     more: dict[str, Any] | None = None,
     further: dict[str, torch.Tensor] | None = None,
     fused: bool = False,
+    architecture: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint with its matrices in a type that the package can make; returns its tensors as they were.
 
     ``more``: numbers, texts and lists of the metadata; ``further``: tensors; ``fused``: tensors are joined
-    that the converter can join.
+    that the converter can join; ``architecture``: if it is not that of the config's model type.
     """
     config = json.loads((folder / "config.json").read_text())
-    architecture = _ARCHITECTURES[config["model_type"]]
+    architecture = architecture or _ARCHITECTURES[config["model_type"]]
     writer: Any = gguf.GGUFWriter(str(target), architecture)
     if architecture == "gpt2":
         _add_gpt2(writer, config)
@@ -88,6 +108,8 @@ def write_gguf(
         _add_sizes(writer, config, architecture)
         _add_rope(writer, config)
         _add_windows(writer, config, architecture)
+    if architecture in KINDS:
+        KINDS[architecture].add(writer, config)
     for name, value in (more or {}).items():
         if isinstance(value, list):
             writer.add_array(name, value)
@@ -113,17 +135,18 @@ def _add_sizes(writer: Any, config: dict[str, Any], architecture: str) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if architecture not in ("olmo2", "phi3"):
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    if architecture not in ("olmo2", "phi3", "gemma4"):
         writer.add_key_length(size)
         writer.add_value_length(size)
     rotated = int(size * config["rope_parameters"].get("partial_rotary_factor", 1))
-    if architecture not in _PLUS_ONE:
+    if architecture not in _PLUS_ONE and architecture != "gemma4":
         writer.add_rope_dimension_count(rotated)
     if experts := config.get("num_experts") or config.get("num_local_experts"):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
+        if "moe_intermediate_size" in config:
+            writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def _add_gpt2(writer: Any, config: dict[str, Any]) -> None:
@@ -184,10 +207,13 @@ def _placed(tensors: dict[str, torch.Tensor], config: dict[str, Any], architectu
         {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
         config.get("num_hidden_layers") or config["n_layer"],
     )
+    if architecture in KINDS:
+        tensors = KINDS[architecture].placed(tensors, config)
     found: dict[str, Any] = {}
     for name, tensor in _stacked(tensors).items():
         values = tensor.float().numpy()
-        place = name_in_gguf(name) if "experts" in name else names.get_name(name, (".weight", ".bias"))
+        known = (names.get_name(each, (".weight", ".bias")) for each in (name, name.removeprefix("model.")))
+        place = next(filter(None, known), name)
         if name.endswith(_TRANSPOSED):
             values = values.T
         if architecture in _PLUS_ONE and name.endswith("norm.weight"):
@@ -225,14 +251,16 @@ def _neighbours(values: Any, heads: int) -> Any:
 
 
 def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the experts of a layer in one tensor, called as the first one."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    """With the experts of a layer in one tensor."""
+    found = {}
     groups: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if ".experts." in name:
-            before, _, after = name.partition(".experts.")
-            number, _, rest = after.partition(".")
-            groups.setdefault(f"{before}.experts.0.{rest}", {})[int(number)] = tensor
+        before, _, after = name.partition(".experts.")
+        number, _, rest = after.partition(".")
+        if number.isdigit():
+            groups.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
+        else:
+            found[name] = tensor
     for name, group in groups.items():
         found[name] = torch.stack([group[number] for number in sorted(group)])
     return found

@@ -29,11 +29,11 @@ from aioinfer.model.weights import StoredMatrix, Weights
 from aioinfer.native.bindings import shared_thread_pool
 from aioinfer.params import SamplingParams
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.checkpoint.gguf_models import EVERY, make_family, write_file, write_gguf
+from tests.checkpoint.gguf_models import EVERY, MORE, make_family, write_file, write_gguf
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
 from tests.native.support import prompt_logits
-from tests.tiers import SECONDS, rest
+from tests.tiers import FURTHER, SECONDS, grid, rest
 
 #: families of tests/model/checkpoints.py that a GGUF file can hold as they are
 FAMILIES = [
@@ -92,10 +92,11 @@ def _ropes(found: dict[str, Any], made: dict[str, Any]) -> list[tuple[dict[str, 
     return [(found[kind], made[kind]) for kind in made]
 
 
-@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.parametrize("family", grid(EVERY, MORE, FURTHER))
 def test_greedy_ids_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     oracle = make_family(family, tmp_path / "hf")
-    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    architecture = "mistral3" if family == "mistral3" else None
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", architecture=architecture)
     rng = random.Random(family)
     prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 7, 19)]
     with LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, page_size=8, threads=1)) as llm:

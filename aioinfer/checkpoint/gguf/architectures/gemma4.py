@@ -43,12 +43,9 @@ _NAMES = {
 
 
 def _gemma4(common: Common) -> dict[str, Any]:
-    shared, width = common.value("attention.shared_kv_layers", int, 0), common.layers
+    shared = common.value("attention.shared_kv_layers", int)
+    common.value("attention.sliding_window_pattern", list)
     known = windows(common, default=0, period=0)
-    if not common.has("attention.sliding_window_pattern"):
-        raise ConfigError(
-            f"model: {common.prefix}.attention.sliding_window_pattern is missing in the GGUF file"
-        )
     types = known["layer_types"]
     size = common.value("attention.key_length_swa", int)
     if common.value("attention.value_length_swa", int, size) != size:
@@ -56,7 +53,7 @@ def _gemma4(common: Common) -> dict[str, Any]:
     return {
         **known,
         **_heads(common, types),
-        **_feed_forward(common, max(0, width - shared)),
+        **_feed_forward(common, max(0, common.layers - shared)),
         **_per_layer_inputs(common),
         "head_dim": size,
         "global_head_dim": common.head_dim,
