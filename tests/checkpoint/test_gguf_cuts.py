@@ -50,6 +50,24 @@ DEEPSEEK = (
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 HAN = "[一-龥ࠀ-一가-퟿]+"
+#: Kimi K2's, in the form that its tokenizer.json has in place of tiktoken's
+KIMI = (
+    r"[\p{Han}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"
+    r"\s+(?!\S)|\s+"
+)
+SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 
 def splits(*patterns: str) -> Steps:
@@ -63,6 +81,7 @@ def digits() -> Steps:
 #: how the authors publish it: steps, and whether they compose
 PUBLISHED: dict[str, tuple[Steps, bool]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "exaone4"), ([WORDS], False)),
+    "granite-docling": ([WORDS], False),
     **dict.fromkeys(("mpt", "olmo"), ([WORDS], True)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), ([*digits(), WORDS], False)),
     "command-r": ([*digits(), WORDS], True),
@@ -76,7 +95,7 @@ PUBLISHED: dict[str, tuple[Steps, bool]] = {
         False,
     ),
     **dict.fromkeys(
-        ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe", "llama-bpe", "lfm2", "falcon3"),
+        ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe", "llama-bpe", "lfm2", "falcon3", "pixtral"),
         ([*splits(LLAMA3), BYTES], False),
     ),
     "qwen2": ([*splits(QWEN2), BYTES], True),
@@ -84,6 +103,13 @@ PUBLISHED: dict[str, tuple[Steps, bool]] = {
     "qwen35": ([*splits(QWEN35), BYTES], True),
     "tekken": ([*splits(TEKKEN), BYTES], False),
     "gpt-4o": ([*splits(GPT4O), BYTES], False),
+    "tiny_aya": ([*splits(r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O), BYTES], False),
+    "minicpm5": ([*splits(r"\p{N}{1,3}", LLAMA3.replace("{1,3}", "+")), BYTES], False),
+    "kimi-k2": ([*splits(KIMI), BYTES], False),
+    "bailingmoe2": ([*splits(BAILING), BYTES], False),
+    "seed-coder": ([*splits(SEED), BYTES], False),
+    "poro-chat": ([*splits(BLOOM), BYTES], False),
+    "viking": ([*splits(BLOOM), *digits(), BYTES], False),
     "deepseek-coder": ([*splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN), *digits(), BYTES], False),
     "deepseek-llm": (
         [

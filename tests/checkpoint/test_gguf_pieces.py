@@ -14,6 +14,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from aioinfer.checkpoint.files import GGUFCheckpoint
 from aioinfer.checkpoint.gguf.config import end_tokens
 from aioinfer.checkpoint.gguf.file import GGUFFile
+from aioinfer.errors import ConfigError
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.checkpoint.gguf_models import write_file
 
@@ -107,6 +108,46 @@ def test_a_tokenizer_of_gemma_encodes_as_transformers_does(tmp_path: Path, seed:
         assert ids == oracle.encode(text), (seed, text)
         assert found.decode(ids) == oracle.decode(ids, skip_special_tokens=True), (seed, text)
     assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == [1, CONTROLS.index("<end_of_turn>")]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_tokenizer_of_gemma_4_has_its_merges_as_stated(tmp_path: Path, seed: int) -> None:
+    made = pieces(seed)
+    oracle = gemma(made, whole=False)
+    vocabulary = {token: at for at, (token, _, _) in enumerate(made)}
+    merges = generate_merges(vocabulary, {token: score for token, score, _ in made})
+    stated = metadata(made, "▁") | {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in merges],
+        # As the converter writes them.
+        "tokenizer.ggml.scores": [-1000.0] * len(made),
+    }
+    del stated["tokenizer.ggml.pre"]
+    write_file(tmp_path / "t.gguf", stated)
+    found = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
+    assert found is not None
+    for text in TEXTS:
+        ids = found.encode(text)
+        assert ids == oracle.encode(text), (seed, text)
+        assert found.decode(ids) == oracle.decode(ids, skip_special_tokens=True), (seed, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.model": "bert"}, "of the kind 'bert' in GGUF files are not supported"),
+        ({"tokenizer.ggml.merges": ["▁ no-such"]}, "name tokens that it does not have"),
+        ({"tokenizer.ggml.merges": []}, "merges"),
+        ({"tokenizer.ggml.unknown_token_id": 1 << 20}, "could not be made"),
+    ],
+)
+def test_damaged_vocabularies_of_gemma_4_are_refused(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    stated = metadata(pieces(0), "▁") | {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": ["a b"]}
+    write_file(tmp_path / "t.gguf", stated | change)
+    with pytest.raises(ConfigError, match=message):
+        HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
 
 
 def phi3(tokens: list[str], scores: list[float], controls: list[str]) -> Tokenizer:

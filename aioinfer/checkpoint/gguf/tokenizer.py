@@ -32,18 +32,26 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _REST
 _QWEN2 = _LETTERS + r"\p{N}" + _REST
 _QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _by_case(ending: str, numbers: str) -> str:
-    """Words begin with a capital or have capitals only; ``ending``: contractions that belong to them."""
-    word = (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
+def _by_case(ending: str, numbers: str, but: str = "", after: str = r"[\r\n/]*") -> str:
+    """Words begin with a capital or have capitals only; ``ending``: contractions that belong to them;
+    ``but``: letters that do not; ``after``: what belongs to signs."""
+    upper, lower = (
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
     )
-    return rf"{word}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _SPACES
+    word = rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ending}"
+    return rf"{word}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+{after}" + _SPACES
 
 
 _TEKKEN, _GPT4O = _by_case("", r"\p{N}"), _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+_KIMI = r"\p{Han}+|" + _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", r"&&[^\p{Han}]", r"[\r\n]*")
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 #: signs that Unicode does not count as punctuation
 _SIGNS = r"\$\+<=>\^~\|"
 _THREE_DIGITS = "[0-9][0-9][0-9]"
@@ -90,10 +98,11 @@ def _cuts(*patterns: str, late: tuple[str, ...] = (), composed: bool = False) ->
 
 
 #: those whose vocabulary has whole words that merges do not lead to, and whose texts begin with a token
-_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "midm-2.0")
+_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "midm-2.0")
 #: by ``tokenizer.ggml.pre``
 _CUTS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), _cuts(_GPT2)),
+    **dict.fromkeys(("granite-docling", "jais", "trillion"), _cuts(_GPT2)),
     **dict.fromkeys(("mpt", "olmo"), _cuts(_GPT2, composed=True)),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _cuts(r"\p{N}", _GPT2)
@@ -102,12 +111,19 @@ _CUTS: dict[str, Callable[[Any], Any]] = {
     "falcon": _cuts(rf"[\p{{P}}{_SIGNS}`]+", _GPT2, late=(r"\p{N}+", _THREE_DIGITS)),
     # What llama.cpp takes where a file names none.
     "default": _cuts(rf"[\p{{P}}{_SIGNS}]+", _GPT2, r"\p{N}+", _THREE_DIGITS),
-    **dict.fromkeys((*_LIKE_LLAMA3, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _cuts(_LLAMA3)),
+    **dict.fromkeys((*_LIKE_LLAMA3, "smaug-bpe", "dbrx", "glm4", "glm5", "chatglm-bpe"), _cuts(_LLAMA3)),
+    "minicpm5": _cuts(r"\p{N}{1,3}", _LETTERS + r"\p{N}+" + _REST),
+    "seed-coder": _cuts(_LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+" + _SPACES),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), _cuts(_BAILING)),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), _cuts(_BLOOM)),
+    "viking": _cuts(_BLOOM, r"\p{N}"),
+    "kimi-k2": _cuts(_KIMI),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _cuts(_QWEN2, composed=True)),
     **dict.fromkeys(("hunyuan", "grok-2", "solar-open"), _cuts(_QWEN2)),
     "qwen35": _cuts(_QWEN35, composed=True),
     "tekken": _cuts(_TEKKEN),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _cuts(_GPT4O)),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), _cuts(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "deepseek-llm": _cuts(
         r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?[{_MARKS}]+", r"\s+$", _HAN, r"\p{N}",
     ),
@@ -118,11 +134,11 @@ _CUTS: dict[str, Callable[[Any], Any]] = {
     ),
 }  # fmt: skip
 #: by architecture, of files that name none: those that can have no other
-_RULES = {"gpt2": "gpt-2", "qwen2": "qwen2"}
+_RULES = {"gpt2": "gpt-2", "qwen2": "qwen2", "gptneox": "olmo", "starcoder2": "starcoder"}
 #: those whose texts begin with a token
 _BEGUN = {*_LIKE_LLAMA3, "tekken"}
 #: those with whole words that merges do not lead to
-_WHOLE_WORDS = {*_BEGUN, "smaug-bpe"}
+_WHOLE_WORDS = {*_BEGUN, "smaug-bpe", "glm4", "glm5", "minicpm5", "kimi-k2"}
 
 
 def tokenizer_of(file: GGUFFile) -> Any | None:
@@ -134,7 +150,10 @@ def tokenizer_of(file: GGUFFile) -> Any | None:
         if kind == "gpt2":
             tokenizer = _byte_level(file)
         elif kind == "llama":
-            tokenizer = _sentence_pieces(file)
+            tokenizer = _sentence_pieces(file, *_scored(file))
+        elif kind == "gemma4":
+            tokens = _texts(file, "tokenizer.ggml.tokens")
+            tokenizer = _sentence_pieces(file, tokens, _stated_merges(file, tokens))
         else:
             raise ConfigError(f"model: tokenizers of the kind {shown(kind)} in GGUF files are not supported")
         _add_tokens(tokenizer, file)
@@ -167,14 +186,11 @@ def _byte_level(file: GGUFFile) -> Any:
             f"model: the GGUF file cuts text by the rule {shown(pre)}, which is not known: "
             f"{', '.join(_CUTS)} are"
         )
-    vocabulary = {token: at for at, token in enumerate(_texts(file, "tokenizer.ggml.tokens"))}
-    merges = [merge.partition(" ")[::2] for merge in _texts(file, "tokenizer.ggml.merges")]
-    # The library panics at one that is missing.
-    if not all(vocabulary.keys() >= {left, right, left + right} for left, right in merges):
-        raise ConfigError("model: tokenizer.ggml.merges of the GGUF file name tokens that it does not have")
+    tokens = _texts(file, "tokenizer.ggml.tokens")
     model = models.BPE(
-        vocabulary, merges, fuse_unk=False, byte_fallback=False, ignore_merges=pre in _WHOLE_WORDS
-    )
+        {token: at for at, token in enumerate(tokens)}, _stated_merges(file, tokens),
+        fuse_unk=False, byte_fallback=False, ignore_merges=pre in _WHOLE_WORDS,
+    )  # fmt: skip
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = cut(tokenizer)
     tokenizer.decoder = decoders.ByteLevel()
@@ -182,10 +198,19 @@ def _byte_level(file: GGUFFile) -> Any:
     return tokenizer
 
 
-def _sentence_pieces(file: GGUFFile) -> Any:
-    """Pieces with scores, of SentencePiece's kind BPE: pairs merge by the score of what they make."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _stated_merges(file: GGUFFile, tokens: list[str]) -> list[tuple[str, str]]:
+    vocabulary = {*tokens}
+    merges = [
+        (left, right) for left, _, right in (m.partition(" ") for m in _texts(file, "tokenizer.ggml.merges"))
+    ]
+    # The library panics at one that is missing.
+    if not all(vocabulary >= {left, right, left + right} for left, right in merges):
+        raise ConfigError("model: tokenizer.ggml.merges of the GGUF file name tokens that it does not have")
+    return merges
 
+
+def _scored(file: GGUFFile) -> tuple[list[str], list[tuple[str, str]]]:
+    """The pieces of SentencePiece's kind BPE, and merges: pairs merge by the score of what they make."""
     tokens, scores = _texts(file, "tokenizer.ggml.tokens"), file.value("tokenizer.ggml.scores", list)
     if len(scores) != len(tokens):
         raise ConfigError(f"model: the GGUF file has {len(tokens)} tokens and {len(scores)} scores")
@@ -193,11 +218,16 @@ def _sentence_pieces(file: GGUFFile) -> Any:
     for at, (token, kind) in enumerate(zip(tokens, file.value(_KINDS, list, []), strict=False)):
         if _is_spaces(token, kind):
             tokens[at], scores[at] = "▁" * len(token), 0.0
+    return tokens, _merges(tokens, scores, {token: at for at, token in enumerate(tokens)})
+
+
+def _sentence_pieces(file: GGUFFile, tokens: list[str], merges: list[tuple[str, str]]) -> Any:
+    """Pieces of text with a sign for spaces; what they do not have is written as bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     vocabulary = {token: at for at, token in enumerate(tokens)}
     unknown = tokens[file.value("tokenizer.ggml.unknown_token_id", int, 0)]
-    model = models.BPE(
-        vocabulary, _merges(tokens, scores, vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True
-    )
+    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     prefixed = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", "▁")
