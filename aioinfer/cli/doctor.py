@@ -115,6 +115,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         load_format=config.load_format,
         force_transformers=config.transformers_fallback,
         block_size=config.block_size,
+        max_model_len=config.max_model_len,
         quantization=config.quantization,
         deterministic=config.deterministic,
         images=config.images,

@@ -73,6 +73,8 @@ class DeviceInfo:
     #: "own" for this package's code, "transformers" for its implementation over paged attention; and why that
     implementation: str = ""
     fallback_reason: str = ""
+    #: which factors of LongRoPE the keys of all sequences have, "short" or "long"; empty if there is one kind
+    rotary_factors: str = ""
     dtype: str = ""
     device: str = ""
     #: by part (attention, layers, experts, sampling), the backend and why it: "native (the device is a cpu)";

@@ -169,6 +169,7 @@ class TorchDevice:
             canvas=spec.canvas,
             implementation="transformers" if spec.fallback_reason else "own",
             fallback_reason=spec.fallback_reason,
+            rotary_factors=spec.rotary_factors,
             dtype=str(spec.dtype).removeprefix("torch."),
             device=str(device),
             kernels=_kernels(spec, attention, sampling, device),
@@ -242,6 +243,7 @@ class TorchDevice:
                 kernels=config.attention_backend,
                 experts=config.moe_backend,
                 block_size=config.block_size,
+                max_model_len=config.max_model_len,
                 quantization=config.quantization,
                 cache_weights=config.cache_weights,
                 # A model that drafts has none.
@@ -426,7 +428,10 @@ def _length_reason(config: EngineConfig, spec: ModelSpec, size: PoolSize, device
         if config.num_pages is not None:
             knob = "num_pages"
         return f"the KV pool holds no more, {knob} sets its size; the model knows {spec.max_model_len}"
-    return "" if size.max_model_len == spec.max_model_len else f"the model knows {spec.max_model_len}"
+    if size.max_model_len < spec.max_model_len:
+        return f"the model knows {spec.max_model_len}"
+    more = "with its short rotary factors; a larger max_model_len takes the long ones for all sequences"
+    return more if spec.rotary_factors == "short" else ""
 
 
 def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str) -> str:

@@ -205,6 +205,8 @@ def _numerics(info: DeviceInfo, config: EngineConfig) -> str:
     known = {part: name.partition(" (")[0] for part, name in sorted(info.kernels.items())}
     if info.arithmetic:
         known["instructions"] = info.arithmetic
+    if info.rotary_factors:
+        known["rotary factors"] = info.rotary_factors
     kernels = [f"{part} {name}" for part, name in known.items()]
     device = info.device.partition(":")[0]
     parts = [__version__, info.implementation, info.dtype, config.quantization, device, *kernels]

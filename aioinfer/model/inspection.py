@@ -24,6 +24,7 @@ from aioinfer.model.kernels import AttentionBackend, MoEBackend, check_cache_wei
 from aioinfer.model.multimodal import TextPart, text_part
 from aioinfer.model.quantization import Quantization
 from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
+from aioinfer.model.rope import for_length
 from aioinfer.model.spec import Progress
 from aioinfer.model.vision.part import VisionPart, vision_part
 from aioinfer.model.weights import RandomWeights, Weights
@@ -75,6 +76,9 @@ class LoadOptions:
     experts: MoEBackend = "auto"
     #: positions of a block of a diffusion model; None for the model's own
     block_size: int | None = None
+    #: positions of the longest sequence, which choose the factors of LongRoPE; None: as many as the model has
+    #: without its long ones
+    max_model_len: int | None = None
     #: how the weights of linear layers are stored
     quantization: Quantization = "auto"
     #: map packed weights from the user's cache, and write them there if they are missing
@@ -116,7 +120,8 @@ class Opened:
     def of(cls, path: Path, options: LoadOptions) -> Opened:
         """Raises ConfigError."""
         mmproj = options.images and options.mmproj
-        checkpoint, config = open_model(path, options.stored, keep=options.cache_weights, mmproj=mmproj)
+        length, keep = options.max_model_len, options.cache_weights
+        checkpoint, config = open_model(path, options.stored, keep=keep, mmproj=mmproj, length=length)
         dtype, family = choose_dtype(config, options.dtype, options.device), _family(config, options)
         reason = "" if family else "asked for" if options.force_transformers else why_not_own(config)
         blocks = _blocks(config, family, options.block_size)
@@ -286,7 +291,7 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
 
 
 def open_model(
-    path: Path, stored: bool, *, keep: bool = False, mmproj: Path | bool = False
+    path: Path, stored: bool, *, keep: bool = False, mmproj: Path | bool = False, length: int | None = None
 ) -> tuple[Checkpoint, Any]:
     """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError.
 
@@ -294,13 +299,14 @@ def open_model(
         stored: its weights are to be read.
         keep: what was read is kept for later starts.
         mmproj: see :class:`~aioinfer.checkpoint.files.GGUFCheckpoint`.
+        length: see :func:`~aioinfer.model.rope.for_length`.
     """
     checkpoint = open_checkpoint(path, mmproj)
     # What is kept belongs to one path.
     kept = KeptFiles(path) if keep and not has_mmproj(checkpoint) else None
     config = found_or_made(kept, "config", KeptConfig, lambda: _read_config(checkpoint), KeptConfig.record_of)
     inner, config = text_part(checkpoint, config, stored=stored)
-    return with_head(inner, config, LANGUAGE_MODELS)
+    return with_head(inner, for_length(config, length), LANGUAGE_MODELS)
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:

@@ -104,7 +104,7 @@ def _load_fallback(
     model = TransformersLM(*common, texts, options.max_lora_rank)
     if headless is None:
         part = opened.texts if options.stored else None
-        model.updates = TransformersRecipe(config, opened.dtype, partial(open_model, stored=True), part)
+        model.updates = TransformersRecipe(config, opened.dtype, _opening(options), part)
     model.spec = replace(model.spec, fallback_reason=opened.fallback_reason, part=opened.part)
     if headless is not None:
         _without_head(model, headless, headless.classifier(config, weights))
@@ -178,7 +178,7 @@ class _Own:
             known=Known(weights.names, kernels.tied),
             kernels=kernels,
             build=partial(build_decoder, {}, self.family, config, **facts),
-            open=partial(open_model, stored=True),
+            open=_opening(options),
             part=opened.texts,
             dtype=opened.dtype,
             device=options.device,
@@ -216,6 +216,11 @@ class _Own:
         count = model.spec.num_parameters + weights.num_parameters
         model.spec = replace(model.spec, images=encoder.support, num_parameters=count)
         return VisionRecipe(vision, weights.names, kernels, dtype, device)
+
+
+def _opening(options: LoadOptions) -> Callable[[Path], tuple[Checkpoint, Any]]:
+    """Opens checkpoints whose weights are to replace those of a model."""
+    return partial(open_model, stored=True, length=options.max_model_len)
 
 
 def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.errors import ConfigError, shown
 from aioinfer.ledger import LEDGER
 
-__all__ = ["Rope", "Rotary", "layer_type", "longest", "rotate", "supported"]
+__all__ = ["Rope", "Rotary", "factors", "for_length", "layer_type", "longest", "rotate", "supported"]
 
 #: model types whose configs state the length that linear scaling makes
 _SCALED = ("gemma3", "gemma4")
@@ -27,7 +28,7 @@ def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
     """Whether :class:`Rope` supports the config's variant, that is, whether a table by position suffices, one
     for all layers or one for each type of layers.
 
-    Dynamic NTK depends on the length of the sequence, LongRoPE (arXiv 2402.13753) beyond :func:`longest`.
+    Dynamic NTK depends on the length of the sequence; of LongRoPE, :func:`for_length` chooses the factors.
     ``partial``: the family allows configs that rotate only a part of each head.
     """
     types = set(config.layer_types) if _by_type(config) else {None}
@@ -50,26 +51,66 @@ def longest(config: Any) -> int:
     """The longest sequence in positions that the config's tables are for.
 
     YaRN (arXiv 2309.00071) and linear scaling make a length longer by their factor; cards have one add the
-    scaling to a config, and nothing else. A LongRoPE model changes its frequencies for the whole sequence
-    once that exceeds the original length, and is limited to that; dynamic NTK by each length, and is limited
-    to that of the config. Raises ConfigError for one that no memory holds."""
+    scaling to a config, and nothing else. A LongRoPE model with its short factors is limited to its original
+    length, see :func:`for_length`; dynamic NTK, which changes frequencies with each length, to that of the
+    config. Raises ConfigError for one that no memory holds."""
     stated: int = config.max_position_embeddings
-    rope, length = getattr(config, "rope_parameters", None) or {}, float(stated)
-    for parameters in (rope, *rope.values()):
-        if not isinstance(parameters, dict):
-            continue
+    length = float(stated)
+    for parameters in _each(config):
         kind, original = (
             parameters.get("rope_type"),
             parameters.get("original_max_position_embeddings", stated),
         )
         if kind == "longrope":
             _check_factors(config, parameters)
-            length = min(length, original)
+            if _short(parameters):
+                length = min(length, original)
         elif kind == "yarn" or (kind == "linear" and not config.model_type.startswith(_SCALED)):
             length = max(length, original * (parameters.get("factor") or 1.0))
     if length > _LONGEST:
         raise ConfigError(f"model: rotary positions are scaled to {length:g} positions")
     return int(length)
+
+
+def for_length(config: Any, length: int | None) -> Any:
+    """The config for sequences of up to ``length`` positions, None for as many as the model likes to have.
+
+    A LongRoPE model (arXiv 2402.13753) has short factors of its frequencies for sequences up to its original
+    length, and long ones for the whole of longer sequences. A token's keys must not depend on what follows
+    it, so all sequences have the same: the long factors if ``length`` is above the original one, as in vLLM
+    and llama.cpp. transformers, which looks at each sequence, agrees with them on those that are longer.
+    """
+    text = config.get_text_config()
+    if length is None or not any(
+        _short(each) and length > each.get("original_max_position_embeddings", length) for each in _each(text)
+    ):
+        return config
+    config = copy.deepcopy(config)
+    for each in _each(config.get_text_config()):
+        for name in ("factor", "mscale"):
+            if f"long_{name}" in each:
+                each[f"short_{name}"] = each[f"long_{name}"]
+    return config
+
+
+def factors(config: Any) -> str:
+    """Which factors of LongRoPE all sequences have: "short" or "long"; empty if there is no choice."""
+    kinds = [_short(each) for each in _each(config) if each.get("rope_type") == "longrope"]
+    return "" if not kinds else "short" if any(kinds) else "long"
+
+
+def _each(config: Any) -> list[dict[str, Any]]:
+    """The parameters of all rotations of a config."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+
+
+def _short(parameters: dict[str, Any]) -> bool:
+    """Whether a rotation is LongRoPE's with factors that are not the long ones."""
+    pairs = (("short_factor", "long_factor"), ("short_mscale", "long_mscale"))
+    return parameters.get("rope_type") == "longrope" and any(
+        parameters.get(short) != parameters.get(long) for short, long in pairs
+    )
 
 
 def _check_factors(config: Any, parameters: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ class ModelSpec:
     arithmetic: str = ""
     #: reason why transformers computes the model; empty if this package's own code does
     fallback_reason: str = ""
+    #: see :func:`aioinfer.model.rope.factors`
+    rotary_factors: str = ""
     #: which part of the checkpoint the model is; empty if it is all of it
     part: str = ""
     #: the forward gives hidden states

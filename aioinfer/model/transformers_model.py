@@ -28,7 +28,7 @@ from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.kernels import make_adapters
 from aioinfer.model.multimodal import WRAPPERS
-from aioinfer.model.rope import longest
+from aioinfer.model.rope import factors, longest
 from aioinfer.model.selfcheck import FEW, TOLERANCE, Steps, check_cache, check_paged, record, sample, steps
 from aioinfer.model.shallow import block_size, kinds, shallow
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
@@ -124,6 +124,7 @@ class TransformersLM:
             eos_token_ids=eos_token_ids(Directory(path).generation_config(), text),
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
             hidden_states=self._shows_hidden,
+            rotary_factors=factors(text),
         )
 
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -323,7 +324,7 @@ def loaded(
     with _blaming(f"model: transformers cannot load {path.name}"), quiet():
         if tensors is None:
             model, report = kind.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, **options
+                path, config=config, local_files_only=True, trust_remote_code=False, **options
             )
         else:
             state = {name: tensors.read(name) for name in tensors.names}

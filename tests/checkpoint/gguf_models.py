@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,14 @@ def _add_windows(writer: Any, config: dict[str, Any], architecture: str) -> None
     """And what else of Gemma is beside them; its pattern only if it is not that of the architecture."""
     if architecture == "phi3":
         writer.add_sliding_window(config["sliding_window"] or 0)
-        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if config["rope_parameters"]["rope_type"] == "longrope":
+            scale = config["max_position_embeddings"] / original
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+            for name in ("long", "short"):
+                factors = np.array(config["rope_parameters"][f"{name}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{name}.weight", factors)
     if architecture == "olmo2" and "sliding_window" in config:
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])

@@ -18,7 +18,7 @@ from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.gguf_models import EVERY, make_family, write_gguf
 from tests.model.checkpoints import assert_greedy, greedy_each
-from tests.model.harness import require
+from tests.model.harness import load, require
 from tests.tiers import FURTHER, points
 
 #: those whose blocks are multiplied as they are stored
@@ -197,6 +197,36 @@ def test_the_part_of_a_head_that_rotates_is_not_its_size(tmp_path: Path) -> None
     assert config_of(file)["rope_parameters"]["partial_rotary_factor"] == 0.5
     whole = config_with(file, rope__dimension_count=None)
     assert whole["rope_parameters"]["partial_rotary_factor"] == 1.0
+
+
+def test_factors_of_longrope_are_tensors(tmp_path: Path) -> None:
+    oracle = make_family("phi3-longrope", tmp_path / "hf")
+    file = tmp_path / "m.gguf"
+    write_gguf(tmp_path / "hf", file)
+    prompt = [(7 * at * at + 3) % 200 for at in range(150)]
+    assert_greedy(file, [prompt[:50], prompt[:110]], 6, oracle, chunk=40)
+    assert_greedy(file, [prompt[:129], prompt], 6, oracle, chunk=40, max_model_len=200)
+    assert load(file).spec.max_model_len == 128
+    assert load(file, max_model_len=200).spec.max_model_len == 256
+
+
+def test_factors_of_longrope_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    make_family("phi3", tmp_path / "hf")
+    file = tmp_path / "m.gguf"
+    four, eight = torch.ones(4), torch.ones(8)
+    for message, short, long in (
+        (r"has no tensor rope_factors_short", None, eight),
+        (r"has no tensor rope_factors_long", eight, None),
+        (r"rope_factors_long.weight is F32 \(4,\)", eight, four),
+        (r"rope_factors_short.weight is F16 \(8,\)", eight.half(), eight),
+        (r"short_factor of longrope must be a list of 8 positive numbers", eight * 0, eight),
+        (r"long_factor of longrope must be a list of 8 positive numbers", eight, eight / 0),
+    ):
+        factors = {"short": short, "long": long}
+        further = {f"rope_factors_{name}.weight": it for name, it in factors.items() if it is not None}
+        write_gguf(tmp_path / "hf", file, further=further)
+        with pytest.raises(ConfigError, match=message):
+            load(file)
 
 
 def test_olmo_without_a_window_is_olmo_2(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,13 @@ import pytest
 import transformers
 
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError
+from aioinfer.engine import Engine
+from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.llm import LLM
 from aioinfer.model.rope import longest
-from tests.model.checkpoints import assert_greedy, make_model
+from aioinfer.model.updates.recipe import prepare_update
+from aioinfer.params import SamplingParams
+from tests.model.checkpoints import assert_greedy, greedy, make_checkpoint, make_model
 from tests.model.harness import load
 
 SCALED = [
@@ -72,3 +76,52 @@ def test_longer_contexts_are_refused_with_what_decides(tmp_path: Path) -> None:
     make_model("Qwen3", {"rope_parameters": rope}, tmp_path / "long", seed=3)
     with pytest.raises(ConfigError, match=r"scaled to 6\.4e\+10 positions"):
         load(tmp_path / "long")
+
+
+def _long(model: Any) -> Any:
+    """transformers' model of LongRoPE with its long factors for every length."""
+    config = copy.deepcopy(model.config)
+    config.rope_parameters["short_factor"] = config.rope_parameters["long_factor"]
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("how", [{}, {"kernels": "sdpa"}, {"force_transformers": True}])
+def test_longer_sequences_than_the_original_length_have_the_long_factors(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    oracle = make_checkpoint("phi3-longrope", tmp_path)
+    prompt = [(7 * at * at + 3) % 200 for at in range(200)]
+    inside, beyond = [prompt[:60], prompt[:110]], [prompt[:129], prompt]
+    assert_greedy(tmp_path, inside, 6, oracle, chunk=40, **how)
+    assert_greedy(tmp_path, inside, 6, oracle, chunk=40, **how, max_model_len=128)
+    assert_greedy(tmp_path, beyond, 6, oracle, _long(oracle), chunk=40, **how, max_model_len=129)
+    # All have the same, so those inside are not those of transformers, which looks at each.
+    assert_greedy(tmp_path, [*inside, prompt[:120]], 20, _long(oracle), chunk=40, **how, max_model_len=256)
+
+
+async def test_engines_choose_the_factors_by_their_length(tmp_path: Path) -> None:
+    oracle = make_checkpoint("phi3-longrope", tmp_path)
+    prompt = [(7 * at * at + 3) % 200 for at in range(150)]
+    settings: dict[str, Any] = {"model": str(tmp_path), "dtype": "float32", "threads": 1}
+    greedily = SamplingParams(max_tokens=6, temperature=0.0)
+    async with Engine(EngineConfig(**settings)) as short:
+        assert short.info.max_model_len == 128
+        assert "its short rotary factors; a larger max_model_len" in short.info.decisions
+        with pytest.raises(InvalidRequest, match="a larger max_model_len takes the long ones"):
+            await short.generate(prompt, greedily)
+    async with Engine(EngineConfig(**settings, max_model_len=200)) as long:
+        assert long.info.max_model_len == 200
+        assert long.info.numerics != short.info.numerics
+        found = [*(await long.generate(prompt, greedily)).token_ids]
+        assert found == greedy(oracle, prompt, 6, found)
+    with pytest.raises(ConfigError, match="the model knows 256 positions"):
+        LLM(EngineConfig(**settings, max_model_len=257))
+
+
+def test_weights_of_a_model_with_long_factors_are_replaced(tmp_path: Path) -> None:
+    make_checkpoint("phi3-longrope", tmp_path)
+    for how in ({}, {"force_transformers": True}):
+        model = load(tmp_path, max_model_len=200, **how)
+        prepare_update(model, tmp_path, lambda: None).install()

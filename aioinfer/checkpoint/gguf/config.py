@@ -6,6 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from aioinfer.checkpoint.gguf.architectures import architecture_of
 from aioinfer.checkpoint.gguf.architectures.base import DEFAULT_BASE, Architecture, Common
 from aioinfer.checkpoint.gguf.file import GGUFFile
@@ -189,8 +192,8 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def rope_of(file: GGUFFile, prefix: str, size: int) -> dict[str, Any]:
-    """Plain, scaled as the metadata say, or as a tensor of factors says. ``size``: of a head.
-    Raises ConfigError for a scaling that is not known."""
+    """Plain, scaled as the metadata say, or by tensors of factors, as Llama 3 and LongRoPE are. ``size``: of a
+    head. Raises ConfigError for a scaling that is not known."""
     base = float(file.value(f"{prefix}.rope.freq_base", _NUMBER, DEFAULT_BASE))
     plain = {"rope_type": "default", "rope_theta": base}
     rotated = file.value(f"{prefix}.rope.dimension_count", int, size)
@@ -198,8 +201,8 @@ def rope_of(file: GGUFFile, prefix: str, size: int) -> dict[str, Any]:
         plain["partial_rotary_factor"] = rotated / size
     if "rope_freqs.weight" in file.tensors:
         return {**plain, **_factors(file, base, size)}
-    if "rope_factors_long.weight" in file.tensors or "rope_factors_short.weight" in file.tensors:
-        raise ConfigError("model: rotary positions that depend on the length (LongRoPE) are not supported")
+    if not file.tensors.keys().isdisjoint(f"rope_factors_{each}.weight" for each in ("short", "long")):
+        return {**plain, **_longrope(file, prefix, rotated)}
     # Old files have a factor under another name, and no type.
     factor = file.value(
         f"{prefix}.rope.scaling.factor", _NUMBER, file.metadata.get(f"{prefix}.rope.scale_linear", 1.0)
@@ -225,15 +228,35 @@ def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
     return found
 
 
+def _longrope(file: GGUFFile, prefix: str, rotated: int) -> dict[str, Any]:
+    """Factors for short and for long sequences, in tensors. ``rotated``: dimensions of a head."""
+    found: dict[str, Any] = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": file.value(f"{prefix}.rope.scaling.original_context_length", int),
+    }
+    for name in ("short", "long"):
+        found[f"{name}_factor"] = _frequency_factors(file, f"rope_factors_{name}.weight", rotated).tolist()
+    key = f"{prefix}.rope.scaling.attn_factor"
+    if key in file.metadata:
+        found["attention_factor"] = float(file.value(key, _NUMBER))
+    return found
+
+
+def _frequency_factors(file: GGUFFile, name: str, rotated: int) -> npt.NDArray[np.float32]:
+    """A tensor with a factor for each pair of dimensions. Raises ConfigError."""
+    stored = file.tensors.get(name)
+    if stored is None:
+        raise ConfigError(f"model: the GGUF file has no tensor {name}")
+    if stored.kind.name != "F32" or stored.shape != (rotated // 2,):
+        raise ConfigError(f"model: {name} is {stored.kind.name} {stored.shape}")
+    found: npt.NDArray[np.float32] = stored.data.view("<f4")[0]
+    return found
+
+
 def _factors(file: GGUFFile, base: float, size: int) -> dict[str, Any]:
     """The scaling whose result is a tensor of factors: Llama 3's, or the part of a head that rotates where
     halves of whole heads rotate together (Gemma 4). Raises ConfigError for others."""
-    import numpy as np
-
-    stored = file.tensors["rope_freqs.weight"]
-    if stored.kind.name != "F32" or stored.shape != (size // 2,):
-        raise ConfigError(f"model: rope_freqs.weight is {stored.kind.name} {stored.shape}")
-    factors = stored.data.view("<f4")[0].astype(np.float64)
+    factors = _frequency_factors(file, "rope_freqs.weight", size).astype(np.float64)
     rotated = int((factors < _NEVER).sum())
     if rotated == len(factors):
         return _llama3(factors, base, size)
@@ -247,8 +270,6 @@ def _llama3(factors: npt.NDArray[np.float64], base: float, size: int) -> dict[st
 
     All models that are so scaled differ in one parameter, which is the largest factor. Raises ConfigError if
     the factors are not those that follow from it."""
-    import numpy as np
-
     parameters = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     factor = float(factors.max())
     wavelengths = 2 * np.pi * base ** (np.arange(0, size, 2) / size)

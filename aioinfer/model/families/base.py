@@ -294,6 +294,7 @@ def build_decoder(
         edit_token_ids=blocks.edit_token_ids if blocks else None,
         canvas=blocks is not None and blocks.canvas,
         states=tuple(source.states),
+        rotary_factors=rope.factors(config),
     )
     return kernels.decoder(spec, trunk, words, head)
 
