@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from aioinfer.checkpoint.formats import quantised_tensors
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError
+from tests.checkpoint.float_formats import compressed_fp4
 from tests.checkpoint.test_formats import FORMATS, fp8_blocks, gptq, int8, packed
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
@@ -27,13 +28,18 @@ def compressed(form: str, *groups: dict[str, Any], **more: Any) -> dict[str, Any
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": named, **more}
 
 
-def read(path: Path, config: dict[str, Any], **modules: dict[str, torch.Tensor]) -> Tensors:
+def read(
+    path: Path,
+    config: dict[str, Any],
+    more: dict[str, torch.Tensor] | None = None,
+    **modules: dict[str, torch.Tensor],
+) -> Tensors:
     tensors = {
         f"{module}.{part}": tensor.clone()
         for module, parts in zip((Q, DOWN), modules.values(), strict=True)
         for part, tensor in parts.items()
     }
-    save_file({**tensors, "norm.weight": torch.ones(3)}, path / "model.safetensors")
+    save_file({**tensors, **(more or {}), "norm.weight": torch.ones(3)}, path / "model.safetensors")
     return quantised_tensors(SafetensorsTensors(path), config)
 
 
@@ -85,6 +91,26 @@ def test_groups_of_rows_and_of_blocks_are_told_apart(tmp_path: Path) -> None:
     assert tensors.float8(f"{Q}.weight") is not None
 
 
+@pytest.mark.parametrize("form", ["mixed-precision", "pack-quantized"])
+def test_groups_of_modules_have_formats_of_their_own(tmp_path: Path, form: str) -> None:
+    four, floats, rows = packed(weight(1)), compressed_fp4(weight(2)), int8(weight(3))
+    fp4 = group(["re:.*down_proj"], type="float", group_size=16)
+    whole = group(["re:.*up_proj"], num_bits=8, strategy="channel", group_size=None)
+    config = compressed(
+        form,
+        {**group(["Linear"]), "format": "pack-quantized"},
+        {**fp4, "format": "nvfp4-pack-quantized"},
+        {**whole, "format": "int-quantized"},
+    )
+    up = {f"model.layers.0.mlp.up_proj.{part}": tensor for part, tensor in rows.parts.items()}
+    tensors = read(tmp_path, config, up, q=four.parts, down=floats.parts)
+    torch.testing.assert_close(tensors.read(f"{Q}.weight"), four.weight)
+    torch.testing.assert_close(tensors.read(f"{DOWN}.weight"), floats.weight)
+    torch.testing.assert_close(tensors.read("model.layers.0.mlp.up_proj.weight"), rows.weight)
+    assert [tensors.rounding(f"{name}.weight") for name in (Q, DOWN)] == [(4, 32), (6, 16)]
+    assert "norm.weight" in tensors.names
+
+
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
@@ -94,9 +120,10 @@ def test_groups_of_rows_and_of_blocks_are_told_apart(tmp_path: Path) -> None:
             "the target 're:.' in config_groups cannot be used",
         ),
         (
-            [group(["Linear"]), {**group([DOWN]), "format": "int-quantized"}],
-            "config_groups of several formats",
+            [group(["Linear"]), {**group([DOWN], num_bits=8), "format": "int-quantized"}],
+            f"{DOWN} is quantised, and the checkpoint has no {DOWN}.weight",
         ),
+        ([{**group(["Linear"]), "format": "mixed-precision"}], "format 'mixed-precision' of compressed"),
         ([{"targets": ["Linear"], "weights": None}], "packed weights of None bits"),
         ([group(["Linear"], rotation="hadamard")], "weights of the group 'group_0' .* has 'rotation'"),
         ([{**group(["Linear"]), "outliers": [1]}], "group 'group_0' in config_groups has 'outliers'"),

@@ -103,8 +103,8 @@ def test_fp8_of_modelopt_and_older_configs_are_read(tmp_path: Path, name: str) -
             "quantised by 'mlx' are not supported",
         ),
         (
-            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
-            "of ModelOpt's 'NVFP4'",
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}},
+            "of ModelOpt's 'NVFP4_AWQ' are not supported: FP8, ",
         ),
         ({"compression_config": {"format": "marlin-24"}}, "'marlin-24' of compressed-tensors"),
     ],

@@ -7,8 +7,10 @@ from typing import Any
 
 from aioinfer.checkpoint.formats.awq import AWQ
 from aioinfer.checkpoint.formats.base import Format, NothingQuantised, QuantisedTensors
+from aioinfer.checkpoint.formats.bitsandbytes import bitsandbytes
 from aioinfer.checkpoint.formats.compressed import compressed
 from aioinfer.checkpoint.formats.fields import FIELDS, check_fields
+from aioinfer.checkpoint.formats.fp4 import ModelOpt
 from aioinfer.checkpoint.formats.fp8 import FP8
 from aioinfer.checkpoint.formats.gptq import GPTQ
 from aioinfer.checkpoint.formats.mxfp4 import MXFP4Tensors
@@ -16,14 +18,6 @@ from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["NothingQuantised", "quantised_tensors"]
-
-
-def _modelopt(config: dict[str, Any]) -> Format:
-    """FP8 with a scale of each tensor is the one of its formats that is read."""
-    algorithm = config.get("quant_algo")
-    if algorithm != "FP8":
-        raise ConfigError(f"model: weights of ModelOpt's {shown(algorithm)} are not supported, its FP8 is")
-    return FP8({})
 
 
 def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, dict[str, Any]], Tensors]:
@@ -34,10 +28,11 @@ def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, 
 #: by ``quant_method``
 _FORMATS: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "awq": _by_modules(AWQ),
+    "bitsandbytes": _by_modules(bitsandbytes),
     "compressed-tensors": _by_modules(compressed),
     "fp8": _by_modules(FP8),
     "gptq": _by_modules(GPTQ),
-    "modelopt": _by_modules(_modelopt),
+    "modelopt": _by_modules(ModelOpt),
     "mxfp4": lambda tensors, _: MXFP4Tensors(tensors),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Delegating",
     "Format",
     "NothingQuantised",
     "QuantisedTensors",
@@ -21,6 +22,7 @@ __all__ = [
     "ZeroPoints",
     "dequantised",
     "dequantised_elements",
+    "finite",
     "rounding_of_groups",
     "row_slices",
     "unpacked",
@@ -101,8 +103,13 @@ class Format(ABC):
     #: whether a :class:`Stack` may be quantised, too
     stacks: bool = False
 
+    @property
+    def markers(self) -> frozenset[str]:
+        """The parts by one of which a quantised module is recognised."""
+        return frozenset({self.marker})
+
     def quantised(self, stored: Stored) -> bool:
-        """Whether a module that has the marker is quantised."""
+        """Whether a module that has a marker is quantised."""
         return True
 
     @abstractmethod
@@ -124,6 +131,41 @@ class Format(ABC):
     def float8(self, stored: Stored) -> Float8Matrix | None:
         """The weight as floats of 8 bits with scales; None if it is of other numbers."""
         return None
+
+
+class Delegating(Format):
+    """Several formats, one for each module."""
+
+    def __init__(self, formats: Sequence[Format]) -> None:
+        self.formats = formats
+        self.others = frozenset[str]().union(*(form.others for form in formats))
+        self.stacks = any(form.stacks for form in formats)
+
+    @abstractmethod
+    def _of(self, stored: Stored) -> Format:
+        """The format of a quantised module. Raises ConfigError."""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset[str]().union(*(form.markers for form in self.formats))
+
+    def quantised(self, stored: Stored) -> bool:
+        return any(form.quantised(stored) for form in self.formats if any(map(stored.has, form.markers)))
+
+    def shape(self, stored: Stored) -> tuple[int, ...]:
+        return self._of(stored).shape(stored)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        return self._of(stored).read(stored)
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        return self._of(stored).rounding(stored)
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        return self._of(stored).matrix(stored)
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        return self._of(stored).float8(stored)
 
 
 class ZeroPoints(Format):
@@ -189,7 +231,7 @@ class QuantisedTensors(Tensors):
         names = set(tensors.names)
         for name in tensors.names:
             module, _, part = name.rpartition(".")
-            if part == form.marker:
+            if part in form.markers:
                 stored, weight = Stored(tensors, module), f"{module}.weight"
             elif form.stacks and len(tensors.shape(name)) == _STACK:
                 stored, weight = Stack(tensors, name), name
@@ -201,7 +243,7 @@ class QuantisedTensors(Tensors):
                 if weight in names:
                     raise ConfigError(f"model: {module} is in the checkpoint quantised and not quantised")
                 self._modules[weight] = stored
-                form.shape(stored)
+                _check_shape(form, stored)
         if not self._modules:
             raise NothingQuantised
         plain = {name for name in names if name.rpartition(".")[2] not in _OF_KV}
@@ -231,6 +273,17 @@ class QuantisedTensors(Tensors):
         return None if stored is None else self._format.float8(stored)
 
 
+def _check_shape(form: Format, stored: Stored) -> None:
+    """Raise ConfigError if parts are missing or do not fit."""
+    try:
+        form.shape(stored)
+    except ConfigError:
+        raise
+    except (ZeroDivisionError, ValueError) as error:
+        # Of other numbers of dimensions, or of none.
+        raise ConfigError(f"model: the parts of {stored.module} do not fit each other") from error
+
+
 def rounding_of_groups(bits: int, inner: int, groups: int) -> Rounding | None:
     """The rounding of rows of ``inner`` numbers in equal groups; None if no kernel multiplies it."""
     if bits not in (4, 8) or groups < 1 or inner % groups:
@@ -253,6 +306,13 @@ def unpacked(
     for place in range(count):
         found[..., place] = (words >> (order(place) * bits)) & (2**bits - 1)
     return found.flatten(-2)
+
+
+def finite(stored: Stored, scales: torch.Tensor) -> torch.Tensor:
+    """``scales``. Raises ConfigError if one is no number."""
+    if not bool(scales.isfinite().all()):
+        raise ConfigError(f"model: {stored.module} has scales that are not finite")
+    return scales
 
 
 def row_slices(rows: int, inner: int, multiple: int = 1) -> Iterator[slice]:

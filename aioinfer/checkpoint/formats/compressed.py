@@ -1,4 +1,4 @@
-"""compressed-tensors: whole numbers of 8 bits, or of 4 or 8 in words of 32.
+"""compressed-tensors: whole numbers of 8 bits, or of 4 or 8 in words of 32; floats are read elsewhere.
 
     int-quantized      weight [outputs, inner], int8; weight_scale
     pack-quantized     weight_packed [outputs, words], int32, the lowest bits first, unsigned: 8 more than the
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from aioinfer.checkpoint.formats.base import (
+    Delegating,
     Format,
     Stored,
     ZeroPoints,
@@ -26,8 +27,9 @@ from aioinfer.checkpoint.formats.base import (
     unpacked,
 )
 from aioinfer.checkpoint.formats.fields import check_fields
+from aioinfer.checkpoint.formats.fp4 import FP4
 from aioinfer.checkpoint.formats.fp8 import FP8
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown, why
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ _WEIGHTS = frozenset(
         *("scale_dtype", "strategy", "symmetric", "type", "zp_dtype"),
     }
 )
+#: of a config whose groups have formats of their own
+_SEVERAL = "mixed-precision"
 #: the class of modules whose weights are quantised
 _LINEAR = "Linear"
 #: bound on the time of one match
@@ -54,56 +58,44 @@ def compressed(config: dict[str, Any]) -> Format:
     """The format of a config: one of several that it names, or one for each of its groups of modules. Raises
     ConfigError."""
     name = config.get("format")
+    if name != _SEVERAL:
+        _named(name)
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise ConfigError(f"model: sparse weights in the format {shown(sparsity)} are not supported")
+    groups = {key: group for key, group in config["config_groups"].items() if group["weights"]}
+    made: list[tuple[dict[str, Any], Format]] = []
+    for key, group in groups.items():
+        check_fields(group, _GROUP, f"group {shown(key)} in config_groups")
+        check_fields(group["weights"], _WEIGHTS, f"weights of the group {shown(key)} in config_groups")
+        form = _named(group.get("format") or name)
+        made.append(({**group["weights"], "format": form}, form(group["weights"])))
+    if not made:
+        return _named(name)({})
+    first, found = made[0]
+    if all(each == first for each, _ in made):
+        return found
+    return Grouped([(group["targets"], form) for group, (_, form) in zip(groups.values(), made, strict=True)])
+
+
+def _named(name: object) -> Callable[[dict[str, Any]], Format]:
+    """A format, of a description of weights. Raises ConfigError."""
     form = _FORMATS.get(name) if isinstance(name, str) else None
     if form is None:
         raise ConfigError(
             f"model: weights of the format {shown(name)} of compressed-tensors are not supported"
         )
-    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise ConfigError(f"model: sparse weights in the format {shown(sparsity)} are not supported")
-    groups = {key: group for key, group in config["config_groups"].items() if group["weights"]}
-    for key, group in groups.items():
-        check_fields(group, _GROUP, f"group {shown(key)} in config_groups")
-        check_fields(group["weights"], _WEIGHTS, f"weights of the group {shown(key)} in config_groups")
-        if group.get("format") not in (None, name):
-            raise ConfigError(
-                f"model: config_groups of several formats, {shown(name)} and others, are not read"
-            )
-    stated = [group["weights"] for group in groups.values()]
-    if all(each == stated[0] for each in stated):
-        return form(stated[0] if stated else {})
-    return Grouped([(group["targets"], form(group["weights"])) for group in groups.values()])
+    return form
 
 
-class Grouped(Format):
+class Grouped(Delegating):
     """Groups of modules, each with settings of its own."""
 
     def __init__(self, groups: list[tuple[list[str], Format]]) -> None:
-        """``groups``: names of modules, patterns of them, or their class, and a format, of one class for
-        all."""
+        """``groups``: names of modules, patterns of them, or their class, and a format."""
+        super().__init__([form for _, form in groups])
         self._groups = groups
         self._found: dict[str, Format] = {}
-        self._first = groups[0][1]
-        self.marker, self.others, self.stacks = self._first.marker, self._first.others, self._first.stacks
-
-    def quantised(self, stored: Stored) -> bool:
-        return self._first.quantised(stored)
-
-    def shape(self, stored: Stored) -> tuple[int, ...]:
-        return self._of(stored).shape(stored)
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        return self._of(stored).read(stored)
-
-    def rounding(self, stored: Stored) -> Rounding | None:
-        return self._of(stored).rounding(stored)
-
-    def matrix(self, stored: Stored) -> QuantisedMatrix:
-        return self._of(stored).matrix(stored)
-
-    def float8(self, stored: Stored) -> Float8Matrix | None:
-        return self._of(stored).float8(stored)
 
     def _of(self, stored: Stored) -> Format:
         """The format of a module: of the group that names it, else of one with a pattern that it matches,
@@ -261,4 +253,6 @@ _FORMATS: Mapping[str, Callable[[dict[str, Any]], Format]] = {
     "naive-quantized": FP8.compressed,
     "pack-quantized": PackQuantized,
     "int-quantized": IntQuantized,
+    "nvfp4-pack-quantized": FP4.compressed,
+    "mxfp4-pack-quantized": FP4.compressed,
 }

@@ -55,6 +55,12 @@ _ZEROS = _COMMON | {
 #: by ``quant_method``
 FIELDS: Mapping[str, frozenset[str]] = {
     "awq": _ZEROS,
+    "bitsandbytes": _COMMON
+    | {
+        *("_load_in_4bit", "_load_in_8bit", "load_in_4bit", "load_in_8bit", "llm_int8_threshold"),
+        *("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type"),
+        *("bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"),
+    },
     "compressed-tensors": _COMMON
     | {
         *("config_groups", "format", "global_compression_ratio", "kv_cache_scheme", "quantization_status"),
@@ -69,7 +75,7 @@ FIELDS: Mapping[str, frozenset[str]] = {
     "modelopt": _COMMON
     | {
         *("config_groups", "exclude_modules", "group_size", "kv_cache_quant_algo", "kv_cache_scheme"),
-        *("quant_algo", "quantization"),
+        *("quant_algo", "quantization", "quantized_layers"),
     },
     "mxfp4": _COMMON,
 }

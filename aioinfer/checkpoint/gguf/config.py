@@ -192,8 +192,8 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def rope_of(file: GGUFFile, prefix: str, size: int) -> dict[str, Any]:
-    """Plain, scaled as the metadata say, or by tensors of factors, as Llama 3 and LongRoPE are. ``size``: of a
-    head. Raises ConfigError for a scaling that is not known."""
+    """Plain, scaled as the metadata say, or by tensors of factors (Llama 3, LongRoPE). ``size``: of a head.
+    Raises ConfigError for a scaling that is not known."""
     base = float(file.value(f"{prefix}.rope.freq_base", _NUMBER, DEFAULT_BASE))
     plain = {"rope_type": "default", "rope_theta": base}
     rotated = file.value(f"{prefix}.rope.dimension_count", int, size)
