@@ -149,7 +149,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
     return [
         _model(config, model),
-        *_weights(config, model, layers, backend),
+        *_weights(config, model, options, layers, backend),
         *_needed(config, model, options, layers),
         *_diffusion(config, model),
         *_images(model, attention),
@@ -192,10 +192,15 @@ def _images(model: ModelInfo, attention: Backend) -> list[Finding]:
 
 
 def _weights(
-    config: EngineConfig, model: ModelInfo, layers: Backend, experts: Backend | None
+    config: EngineConfig, model: ModelInfo, options: LoadOptions, layers: Backend, experts: Backend | None
 ) -> list[Finding]:
     """Findings on weights that are quantised in the checkpoint."""
+    from aioinfer.model.sizes import weight_bytes
+
     found: list[tuple[str, bool]] = []
+    if not model.own and model.opened.quantised and options.stored:
+        takes = f"{weight_bytes(model.opened, options, layers) / 2**20:.0f} MiB"
+        return [Finding("weights", f"by {model.opened.quantised} in the checkpoint, dequantised, {takes}")]
     if model.stored_bits:
         bits = " and ".join(map(str, model.stored_bits))
         found.append((f"{bits} bits", layers.name == "native" and config.quantization == "auto"))

@@ -147,6 +147,12 @@ class Opened:
         return self.checkpoint.texts() if isinstance(self.checkpoint, TextPart) else None
 
     @property
+    def quantised(self) -> str:
+        """The method by which the weights of safetensors are quantised; empty if they are not."""
+        stated = getattr(self.config, "quantization_config", None)
+        return str(stated.get("quant_method")) if isinstance(stated, dict) else ""
+
+    @property
     def headless(self) -> Headless | None:
         return self.checkpoint if isinstance(self.checkpoint, Headless) else None
 
@@ -170,8 +176,6 @@ class Opened:
         whole = self.checkpoint.whole if isinstance(self.checkpoint, TextPart) else self.checkpoint
         if not isinstance(whole, Directory):
             raise ConfigError(f"model: of {architecture}, GGUF files cannot be loaded ({reason})")
-        if options.stored and getattr(self.config, "quantization_config", None) is not None:
-            raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
 
 
 @dataclass(frozen=True, slots=True)

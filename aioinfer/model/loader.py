@@ -89,23 +89,30 @@ def _load_fallback(
     opened.check_fallback(options)
     checkpoint, config, headless = opened.checkpoint, opened.config, opened.headless
     tensors = with_prefix(checkpoint.tensors()) if options.stored else None
-    if tensors is not None and check_size is not None:
-        check_size(stored_bytes(tensors, opened.dtype.itemsize))
+    reason, quantised = opened.fallback_reason, opened.quantised if options.stored else ""
+    if tensors is not None:
+        size = stored_bytes(tensors, opened.dtype.itemsize)
+        if check_size is not None:
+            check_size(size)
+        if quantised:
+            reason += f"; weights by {quantised} are dequantised, {size / 2**30:.2f} GiB"
     weights = opened.weights(options, None, check_size)
     random_weights = weights if isinstance(weights, RandomWeights) else None
     common = checkpoint.path, config, opened.dtype, options.device, progress, random_weights
     if is_encoder(config):
+        if quantised:
+            raise ConfigError(f"model: of {opened.architecture}, quantised checkpoints cannot be loaded")
         encoder = TransformersEncoder(*common)
-        encoder.spec = replace(encoder.spec, fallback_reason=opened.fallback_reason)
+        encoder.spec = replace(encoder.spec, fallback_reason=reason)
         return encoder
-    texts = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
+    texts = tensors if quantised or isinstance(checkpoint, (TextPart, Headless)) else None
     if texts is not None and headless is not None:
         texts = without_score(texts)
     model = TransformersLM(*common, texts, options.max_lora_rank)
     if headless is None:
         part = opened.texts if options.stored else None
         model.updates = TransformersRecipe(config, opened.dtype, _opening(options), part)
-    model.spec = replace(model.spec, fallback_reason=opened.fallback_reason, part=opened.part)
+    model.spec = replace(model.spec, fallback_reason=reason, part=opened.part)
     if headless is not None:
         _without_head(model, headless, headless.classifier(config, weights))
     return model
@@ -189,6 +196,8 @@ class _Own:
         if kernels.kept_bits:
             bits = " and ".join(map(str, sorted(kernels.kept_bits)))
             reason += f"; weights of {bits} bits as they are stored"
+        elif opened.quantised and options.stored and options.quantization in ("auto", "none"):
+            reason += f"; weights by {opened.quantised} are dequantised"
         decoder.spec = replace(
             decoder.spec,
             layer_kernels="torch" if self.layers.name == "sdpa" else self.layers.name,

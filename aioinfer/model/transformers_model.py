@@ -8,6 +8,7 @@ calls it, needs no feature that it lacks, and keeps no state or positions of its
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -327,7 +328,10 @@ def loaded(
                 path, config=config, local_files_only=True, trust_remote_code=False, **options
             )
         else:
-            state = {name: tensors.read(name) for name in tensors.names}
+            config = copy.copy(config)
+            # Its weights are not quantised any more.
+            config.quantization_config = None
+            state = {name: _narrow(tensors.read(name), dtype) for name in tensors.names}
             model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
                 None, config=config, state_dict=state, **options
             )
@@ -335,8 +339,10 @@ def loaded(
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(optional))
     if missing:
         raise ConfigError(f"model: the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
-    unexpected = sorted(report["unexpected_keys"])
-    if unexpected and tensors is not None:
+    unexpected = [] if tensors is None else sorted(report["unexpected_keys"])
+    # Tools that quantise write biases of zeros for every layer.
+    unexpected = [name for name in unexpected if not name.endswith(".bias") or bool(state[name].any())]
+    if unexpected:
         raise ConfigError(
             f"model: the checkpoint has {len(unexpected)} unexpected tensors, first {unexpected[0]}"
         )
@@ -345,6 +351,11 @@ def loaded(
         name, stored, wanted = mismatched[0]
         raise ConfigError(f"model: {name} is shaped {tuple(stored)}, the config says {tuple(wanted)}")
     return model
+
+
+def _narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix in the model's type, as soon as it is read: what is dequantised is of float32."""
+    return tensor.to(dtype) if tensor.dtype == torch.float32 and tensor.dim() > 1 else tensor
 
 
 def random_model(

@@ -459,10 +459,3 @@ def test_what_is_not_supported_is_said(tmp_path: Path, config: Any, message: str
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         quantised_tensors(SafetensorsTensors(tmp_path), config)
-
-
-def test_transformers_code_takes_no_quantised_checkpoint(tmp_path: Path) -> None:
-    make_checkpoint("opt", tmp_path)
-    state(tmp_path, quantization_config=FORMATS["gptq"][0])
-    with pytest.raises(ConfigError, match=r"of OPTForCausalLM, quantised checkpoints cannot be loaded"):
-        LLM(EngineConfig(model=str(tmp_path), num_pages=64, threads=1))

@@ -54,7 +54,8 @@ class TransformersRecipe:
             raise ConfigError("model: for transformers' code, the whole directory of a checkpoint is needed")
         checkpoint, config = self.open(path)
         check_config(self.config, config)
-        part = checkpoint.tensors() if isinstance(checkpoint, TextPart) else None
+        quantised = getattr(config, "quantization_config", None) is not None
+        part = checkpoint.tensors() if quantised or isinstance(checkpoint, TextPart) else None
         state: Mapping[str, torch.Tensor] = loaded(checkpoint.path, self.dtype, config, part).state_dict()
         return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
 
