@@ -26,6 +26,7 @@ from aioinfer.execution.sizing import (
     fit_states,
     image_bytes,
     size_pool,
+    stashed_drafts,
     step_bytes,
 )
 from aioinfer.execution.warmup import measure
@@ -103,7 +104,12 @@ class Parts:
             decoding.draft_model = DraftModel(self.draft, pool, decoding.sampler)
         states = None
         if spec.states:
-            states = StatePool(spec.states, config.num_slots + (num_snapshots or 0), self.device)
+            states = StatePool(
+                *(spec.states, config.num_slots + (num_snapshots or 0), self.device),
+                num_slots=config.num_slots,
+                drafts=stashed_drafts(config, spec),
+                dtype=spec.dtype,
+            )
         return Runner(self.model, attention, decoding, self.lane, states)
 
     def _attention(self, model: CausalLM, backend: ModelBackend, num_pages: int) -> Attention:

@@ -103,6 +103,8 @@ class DeviceInfo:
     images: ImageSupport | None = None
     #: of a model with recurrent state: how many states can be kept for cached prefixes; None: it has none
     num_snapshots: int | None = None
+    #: drafts can be verified
+    verifies: bool = True
     #: bytes of all recurrent states
     state_bytes: int = 0
     #: tokens that a draft model drafts at a time: 1, or the positions of a block; None: there is none

@@ -89,6 +89,10 @@ class PackedStep:
     #: of the captured step that computes it; None: it is not captured
     shape: GraphShape | None = None
     multi_step: MultiStepBudget | None = None
+    #: of a model with recurrent state, where rows verify drafts or come next: int64 [R + 1] and [R], as in
+    #: :class:`~aioinfer.model.state.RowStates`
+    replays: npt.NDArray[np.int64] | None = None
+    kept: npt.NDArray[np.int64] | None = None
     #: the section ``adapters`` on the host; None where no row has an adapter, and the section is not there
     adapter_slots: list[int] | None = None
     #: the pooling of rows; its sections are hidden_rows [H], pooled_logits [L] and pooled_ids [L]

@@ -73,8 +73,12 @@ class Packer:
         layout = self._layout(step)
         placement = layout.placement
         own, work = self._rows.pack(step, layout)
-        if self._states and prefilling:
-            own |= _states(step)
+        replays, kept = None, None
+        if self._states:
+            if prefilling:
+                own |= _states(step)
+            if generating.drafts or generating.replays is not None:
+                replays, kept = _replays(step, layout)
         if layout.adapters is not None:
             own["adapters"] = layout.adapters
         pooling = None
@@ -113,6 +117,8 @@ class Packer:
             pooling=pooling,
             watched=watched,
             features=features,
+            replays=replays,
+            kept=kept,
         )
 
     def _layout(self, step: Step) -> Layout:
@@ -165,3 +171,15 @@ def _states(step: Step) -> dict[str, npt.NDArray[np.int64]]:
         "state_read": np.concatenate((slots, [row.state_read for row in rows])),
         "state_write": np.concatenate((slots, [row.state_write for row in rows])),
     }
+
+
+def _replays(step: Step, layout: Layout) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where the stashed inputs of each row begin and end, and how many of its own positions its state
+    includes."""
+    generating, rows = step.generating, len(layout.slots)
+    replays = np.zeros(rows + 1, np.int64)
+    if generating.replays is not None:
+        replays[1 : 1 + len(generating)] = generating.replays
+    kept = np.ones(rows, np.int64) if layout.q_len is None else layout.q_len.copy()
+    kept[generating.num_decodes : len(generating)] = 1
+    return replays.cumsum(), kept

@@ -70,7 +70,9 @@ class Runner:
         if self.states is not None:
             slots = parts["slots"]
             read, write = parts.get("state_read", slots), parts.get("state_write", slots)
-            batch.states = RowStates(self.states, read, write)
+            batch.states = RowStates(
+                *(self.states, read, write), packed.sections["slots"], packed.replays, packed.kept
+            )
         rounds = 0
         while True:
             logits = self.model.forward(batch, self.attention)

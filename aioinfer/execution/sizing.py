@@ -22,7 +22,7 @@ from aioinfer.model.spec import ModelSpec
 
 __all__ = [
     *("PoolSize", "by_memory", "check_pool", "cpu_budget", "cuda_budget"),
-    *("fewer_requests", "fit_states", "size_pool", "step_bytes"),
+    *("fewer_requests", "fit_states", "size_pool", "stashed_drafts", "step_bytes"),
 ]
 
 
@@ -134,6 +134,17 @@ def by_memory(config: EngineConfig, total: int) -> EngineConfig:
     return dataclasses.replace(config, **values)
 
 
+def stashed_drafts(config: EngineConfig, spec: ModelSpec) -> int:
+    """Of a model with recurrent state, drafts of a slot that a step may verify; 0: none are."""
+    verifies = spec.states and spec.verifies and config.speculation != "off"
+    return config.max_draft_tokens if verifies else 0
+
+
+def _slot_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Of the recurrent state of a slot, with what drafts bring to it."""
+    return spec.state_bytes + stashed_drafts(config, spec) * spec.stash_bytes
+
+
 def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: int) -> PoolSize:
     """Pages of ``page_bytes`` for ``budget`` bytes, or as many as the config says.
 
@@ -151,7 +162,7 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     num_snapshots, state_bytes = None, 0
     if spec.states:
         num_snapshots = _snapshots(config, spec, budget)
-        state_bytes = (config.num_slots + num_snapshots + 1) * spec.state_bytes
+        state_bytes = (config.num_slots + 1) * _slot_bytes(config, spec) + num_snapshots * spec.state_bytes
         budget -= state_bytes
     num_pages = config.num_pages
     if num_pages is None:
@@ -181,12 +192,13 @@ def fit_states(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConf
     """
     if not spec.states or config.num_pages is not None:
         return config
-    each = config.num_slots // config.running_requests * spec.state_bytes
-    most = (budget // 2 - spec.state_bytes) // each
+    empty = _slot_bytes(config, spec)
+    each = config.num_slots // config.running_requests * empty
+    most = (budget // 2 - empty) // each
     if most < 1:
         raise OutOfMemory(
             "model: the recurrent state of one request and an empty one take "
-            f"{(each + spec.state_bytes) / _MIB:.1f} MiB, and half of the memory budget has "
+            f"{(each + empty) / _MIB:.1f} MiB, and half of the memory budget has "
             f"{max(0, budget) / 2 / _MIB:.1f} MiB: more memory (gpu_memory_utilization, "
             "kv_memory_gib) is needed"
         )
@@ -207,7 +219,7 @@ def _snapshots(config: EngineConfig, spec: ModelSpec, budget: int) -> int:
     wanted, bounded = config.state_snapshots, config.num_pages is None
     if not config.prefix_cache:
         wanted = 0
-    slots = (config.num_slots + 1) * spec.state_bytes
+    slots = (config.num_slots + 1) * _slot_bytes(config, spec)
     left = budget - slots
     if bounded and left < 0:
         raise OutOfMemory(

@@ -23,7 +23,7 @@ from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import by_memory, fewer_requests
+from aioinfer.execution.sizing import by_memory, fewer_requests, stashed_drafts
 from aioinfer.forks import forked_here
 from aioinfer.ledger import LEDGER, Share
 from aioinfer.observe.timeline import DeviceLane
@@ -182,6 +182,7 @@ class TorchDevice:
             whole_prompts=spec.whole_prompts,
             images=spec.images,
             num_snapshots=size.num_snapshots,
+            verifies=not spec.states or stashed_drafts(config, spec) > 0,
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,
             draft_length=0 if draft is None else draft.spec.max_model_len,
@@ -207,7 +208,7 @@ class TorchDevice:
     ) -> CausalLM | None:
         if not self._drafts:
             return None
-        if target.block_size or target.states:
+        if target.block_size or not target.verifies:
             raise ConfigError(
                 f"speculation: nothing can be drafted for {target.architecture}: use off or lookup"
             )

@@ -86,10 +86,9 @@ class Preparing:
 
     def speculates(self, params: SamplingParams) -> bool:
         """Tokens of such a request are drafted."""
-        # What a recurrent state has taken in cannot be taken back.
         if any(map(waits, params.logits_processors)):
             return False
-        return self._drafts and params.speculate and self._info.num_snapshots is None
+        return self._drafts and params.speculate and self._info.verifies
 
     def _prediction(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
         """int32 [P]; what exceeds the context is cut."""

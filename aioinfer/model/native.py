@@ -157,6 +157,7 @@ class NativeDecoder:
         #: the pool of states of the last forward, and the addresses of its tensors
         self._pool: StatePool | None = None
         self._cells: ctypes.Array[ctypes.c_void_p] | None = None
+        self._stashes: ctypes.Array[ctypes.c_void_p] | None = None
 
     def _constants(self, embedding: Embedding, norm: Norm) -> dict[str, Any]:
         spec, positions = self.spec, embedding.positions
@@ -358,8 +359,20 @@ class NativeDecoder:
             self._pool, self._cells = states.pool, (ctypes.c_void_p * len(found))(*found)
             arguments.state_pools, arguments.num_states = ctypes.addressof(self._cells), len(found)
             arguments.num_cells = cells
+            stashes = states.pool.stashes
+            found = [address(each, self.spec.dtype, each.numel()) for each in stashes]
+            self._stashes = (ctypes.c_void_p * len(found))(*found)
+            arguments.stash_pools = ctypes.addressof(self._stashes)
+            arguments.num_stashes, arguments.num_drafts = (
+                len(stashes[0]) if stashes else 0,
+                states.pool.drafts,
+            )
         arguments.read = address(states.read, torch.int64, rows)
         arguments.write = address(states.write, torch.int64, rows)
+        arguments.replays = arguments.kept = None
+        if states.replays is not None and states.kept is not None:
+            arguments.replays = address(torch.from_numpy(states.replays), torch.int64, rows + 1)
+            arguments.kept = address(torch.from_numpy(states.kept), torch.int64, rows)
 
     @property
     def seconds(self) -> dict[str, float]:

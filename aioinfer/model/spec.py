@@ -99,6 +99,16 @@ class ModelSpec:
         return sum(state.bytes for state in self.states)
 
     @property
+    def verifies(self) -> bool:
+        """Drafts can be verified: a recurrent state can do without what they bring to it."""
+        return all(state.inputs for state in self.states)
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes of what a draft brings to the recurrent state of a sequence."""
+        return sum(state.inputs for state in self.states) * self.dtype.itemsize
+
+    @property
     def unit(self) -> int:
         """Positions that are generated at a time: 1, or those of a block."""
         return self.block_size or 1

@@ -435,6 +435,11 @@ class ForwardArguments(Arguments):
     num_cells: int
     read: Address
     write: Address
+    replays: Address
+    kept: Address
+    stash_pools: Address
+    num_stashes: int
+    num_drafts: int
     logits_rows: Address
     logits: Address
     adapters: Address

@@ -175,7 +175,7 @@ class TokenCursor(Cursor):
 
     __slots__ = (
         *("_first_scored", "_prompt_logprobs", "_sampled", "_scored"),
-        *("drafted", "source", "verifying"),
+        *("drafted", "replays", "source", "verifying"),
     )
 
     def __init__(
@@ -199,6 +199,8 @@ class TokenCursor(Cursor):
         #: resolved, ``computed`` and ``length`` are upper bounds and no other row is launched
         self.verifying = 0
         self.drafted = 0
+        #: drafts of the last row that were right and that a recurrent state does not include yet
+        self.replays = 0
         #: and where they come from
         self.source = DraftSource.TEXT
 
@@ -269,11 +271,12 @@ class TokenCursor(Cursor):
         sampled = self._sampled
         super().rewind(cached)
         self._sampled = sampled
+        self.replays = 0
 
     def rewind(self, computed: int) -> None:
         super().rewind(computed)
         self._sampled = len(self._output_ids)
-        self.verifying = 0
+        self.verifying = self.replays = 0
 
 
 class PrefillCursor(TokenCursor):

@@ -169,7 +169,7 @@ class Speculation:
                 waited = max(0.0, seconds - self._decodes.of(positions))
                 verified = (verified[0], verified[1] + waited)
             self._verifies.observe(*verified)
-        elif positions and not drafts:
+        elif positions and not drafts and step.generating.replays is None:
             self._decodes.observe(positions, seconds)
         if positions and drafts:
             self._verified = (positions, seconds)

@@ -186,8 +186,11 @@ class Row:
     state_write: int = 0
     #: positions [first, last) whose hidden states, or logits, are pooled: see :mod:`aioinfer.pooling`
     pools: tuple[int, int] | None = None
-    #: of a decode: what may follow its token. They are the row's last positions, and each position samples
+    #: of a decode: what may follow its token. They are the row's last positions, and each position samples.
+    #: A state that the row leaves is that in front of them
     drafts: abc.Sequence[int] = ()
+    #: positions in front of the row's first that its state takes in before: drafts that were right
+    replays: int = 0
     #: positions of images among them
     features: abc.Sequence[RowFeatures] = ()
 
@@ -247,6 +250,9 @@ class Generating:
     alone: abc.Sequence[Sequence] = ()
     #: drafts of the last rows, which verify them: see :mod:`aioinfer.speculation`
     drafts: list[abc.Sequence[int]] = field(default_factory=list)
+    #: int64 [G], of a model with recurrent state: positions that the states of rows take in before those of
+    #: the row, see :class:`Row`; None where no row has any. Of the rows without drafts these are the last
+    replays: npt.NDArray[np.int64] | None = None
     #: of a draft model, and what it drafts at a time: 1, or the positions of a block
     draft_inputs: list[DraftInput] = field(default_factory=list)
     draft_unit: int = 1
@@ -278,6 +284,9 @@ class Generating:
             rows.append(row)
         for row, drafts in zip(rows[self.num_decodes :], self.drafts, strict=False):
             row.drafts = drafts
+        if self.replays is not None:
+            for row, replays in zip(rows, self.replays.tolist(), strict=True):
+                row.replays = replays
         return rows
 
 

@@ -52,6 +52,7 @@ class TokenBatch:
         "_page_size",
         "_speculation",
         "_stale",
+        "_stateful",
         "_turn",
         "capacity",
         "computed",
@@ -71,6 +72,8 @@ class TokenBatch:
         self._memory = memory
         self._page_size = memory.pages.page_size
         self._speculation = speculation
+        #: rows leave states that lack their drafts
+        self._stateful = speculation is not None and memory.states is not None
         self._columns = np.zeros((5, size), np.int64)
         self.slots, self.computed, self.capacity, self.limit, self.verifying = self._columns
         #: rows of the batch whose drafts are being verified
@@ -192,8 +195,9 @@ class TokenBatch:
         decodes = Generating(sequences, slots, starts, tables=tables, ending=ending)
         if self._alone:
             decodes.alone = self._without_followers(sequences, drafts)
-        if drafts:
-            decodes = self._verify(decodes, drafts)
+        replays = _replays(sequences) if self._stateful else {}
+        if drafts or replays:
+            decodes = self._verify(decodes, drafts, replays)
         if self._speculation is not None:
             decodes.draft_inputs = self._speculation.draft_inputs(decodes)
             decodes.draft_unit = self._speculation.draft_unit
@@ -230,12 +234,16 @@ class TokenBatch:
                 found[row] = fitting
         return found
 
-    def _verify(self, decodes: Generating, drafts: dict[int, abc.Sequence[int]]) -> Generating:
-        """The same rows, those with ``drafts`` last."""
+    def _verify(
+        self, decodes: Generating, drafts: dict[int, abc.Sequence[int]], replays: dict[int, int]
+    ) -> Generating:
+        """The same rows, those with ``drafts`` last, and behind the others those with ``replays``."""
         sequences, count = decodes.sequences, len(decodes.sequences)
-        order = np.asarray([row for row in range(count) if row not in drafts] + [*drafts], np.int64)
+        others = [row for row in range(count) if row not in drafts]
+        others.sort(key=replays.__contains__)
+        order = np.asarray([*others, *drafts], np.int64)
         lengths = np.ones(count, np.int64)
-        lengths[count - len(drafts) :] += [len(ids) for ids in drafts.values()]
+        lengths[len(others) :] += np.asarray([len(ids) for ids in drafts.values()], np.int64)
         for row, ids in drafts.items():
             cursor = sequences[row].cursor
             assert isinstance(cursor, TokenCursor)
@@ -249,11 +257,12 @@ class TokenBatch:
             [sequences[row] for row in order.tolist()],
             decodes.slots[order],
             decodes.starts[order],
-            lengths,
+            lengths if drafts else None,
             tables=decodes.tables,
             ending=decodes.ending,
             alone=decodes.alone,
             drafts=list(drafts.values()),
+            replays=np.asarray([replays.get(row, 0) for row in order.tolist()]) if replays else None,
         )
 
     def _choose(self, without: Collection[Sequence], most: int) -> npt.NDArray[np.int64]:
@@ -347,6 +356,8 @@ class TokenBatch:
                 self.verifying[cursor.row] = 0
                 self._num_verifying -= 1
             queues.shorten(sequence, len(drafts) + 1 - len(run))
+            if self._stateful and step.generating.slots[index] == sequence.kv.slot:
+                cursor.replays = len(run) - 1
         if token < 0:
             return _unsampled(sequence, step, token, outcome.forced.get(index, ()), queues)
         self._count(sequence, len(drafts), len(run) - 1, counters)
@@ -387,6 +398,17 @@ class TokenBatch:
             capacity = len(sequence.kv.pages) * self._page_size
             verifying = isinstance(sequence.cursor, TokenCursor) and sequence.cursor.verifying > 0
             assert row == [sequence.kv.slot, capacity, sequence.max_length, verifying], sequence
+
+
+def _replays(sequences: abc.Sequence[Sequence]) -> dict[int, int]:
+    """By row, the drafts that were right which its state takes in now."""
+    found: dict[int, int] = {}
+    for row, sequence in enumerate(sequences):
+        cursor = sequence.cursor
+        assert isinstance(cursor, TokenCursor)
+        if cursor.replays:
+            found[row], cursor.replays = cursor.replays, 0
+    return found
 
 
 def _answers_late(sequence: Sequence) -> bool:

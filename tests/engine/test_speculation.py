@@ -29,12 +29,20 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 def toy(
-    drafter: Drafter | None = None, *, device: type[ToyDevice] = ToyDevice, pages: int = 200, **config: Any
+    drafter: Drafter | None = None,
+    *,
+    device: type[ToyDevice] = ToyDevice,
+    pages: int = 200,
+    snapshots: int | None = None,
+    **config: Any,
 ) -> LLM:
+    """``snapshots``: the model has a recurrent state, of which so many are kept."""
     settings = {"page_size": 4, "adaptive_drafts": False, **config}
     return LLM(
         EngineConfig(model="toy", **settings),
-        device=lambda config: device(num_pages=pages, page_size=config.page_size, num_slots=config.num_slots),
+        device=lambda config: device(
+            num_pages=pages, page_size=config.page_size, num_slots=config.num_slots, snapshots=snapshots
+        ),
         tokenizer=lambda _: ToyTokenizer(),
         drafter=drafter,
     )
@@ -102,7 +110,8 @@ def compare(seed: int) -> None:
     requests = random_requests(rng)
     with toy(speculation="off", pages=400 // page) as plain:
         wanted = run(plain, requests)
-    with toy(Guesser(rng.choice(KINDS), rng), pages=pages, **config) as drafting:
+    kind, snapshots = rng.choice(KINDS), rng.choice([None, None, 0, 3])
+    with toy(Guesser(kind, rng), pages=pages, snapshots=snapshots, **config) as drafting:
         found = run(drafting, requests)
         stats = drafting.stats()
     for one, other in zip(found, wanted, strict=True):

@@ -86,8 +86,8 @@ def test_the_spec_says_what_a_cell_holds(checkpoint: Checkpoint, kind: str) -> N
         assert spec.state_bytes == layers * (config.conv_L_cache - 1) * config.hidden_size * 2
     else:
         conv, state = spec.states[:2]
-        assert conv == ((3, 2 * 2 * 16 + 4 * 48), torch.bfloat16)
-        assert state == ((4, 16, 48), torch.float32)
+        assert conv == ((3, 2 * 2 * 16 + 4 * 48), torch.bfloat16, 2 * 2 * 16 + 4 * 48)
+        assert state == ((4, 16, 48), torch.float32, 2 * 4)
         assert len(spec.states) == 2 * layers
 
 

@@ -318,7 +318,7 @@ class ToyDevice:
         positions = np.arange(row.kv_length)
         cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
         if self._states is not None:
-            self._states.read(row, expected[-1] if expected else beginning(self.weights))
+            self._states.read(row, expected)
         read = cells[: row.start]
         if (self._position[read] != positions[: row.start]).any() or (
             self._state[read] != np.asarray(expected, np.int64)
@@ -328,7 +328,7 @@ class ToyDevice:
         self._position[cells[row.start :]] = positions[row.start :]
         self._state[cells[row.start :]] = expected[row.start :]
         if self._states is not None:
-            self._states.write(row, expected[-1])
+            self._states.write(row, expected)
         return expected[-1 - len(row.drafts) :]
 
     def _write_junk(self, row: Row, table: list[int]) -> int:
@@ -391,8 +391,6 @@ class ToyDevice:
     def _run(self, row: Row, states: list[int], forced: list[int]) -> list[int]:
         """What a row samples: as long as the tokens are its drafts, and the one behind. Other drafts were
         never part of the sequence."""
-        if row.drafts and self._states is not None:
-            raise TaintError(f"{row.sequence}: drafts of a model with recurrent state cannot be taken back")
         tenant = self._tenants[row.slot]
         first = row.length - len(row.drafts)
         parts = (

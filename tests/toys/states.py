@@ -35,6 +35,8 @@ class ToyStates:
         #: the hash of nothing
         self.beginning = 0
         self.cells = np.full((num_slots + num_snapshots + 1, 2), _JUNK, np.int64)
+        #: by slot, what the drafts of its last row were for a state: the hashes behind each
+        self.stashes: dict[int, list[int]] = {}
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raise TaintError if a row writes a cell that another row of the step accesses."""
@@ -47,16 +49,24 @@ class ToyStates:
             if writers.get(row.state_read, row) is not row:
                 raise TaintError(f"{row.sequence}: another row writes the cell of state that it reads")
 
-    def read(self, row: Row, state: int) -> None:
-        """Raise TaintError unless a row starts from the state of its own tokens, whose hash is ``state``."""
+    def read(self, row: Row, expected: Sequence[int]) -> None:
+        """Raise TaintError unless a row starts from the state of its own tokens, whose hashes are
+        ``expected``: from that of a cell, and what it replays of its stash."""
         found = self.cells[row.state_read].tolist() if row.state_read else [0, self.beginning]
-        if found != [row.start, state]:
-            raise TaintError(f"{row.sequence}: starts from a state that is not of its own {row.start} tokens")
+        at = row.start - row.replays
+        if found != [at, expected[at - 1] if at else self.beginning]:
+            raise TaintError(f"{row.sequence}: starts from a state that is not of its own {at} tokens")
+        if row.replays and self.stashes[row.slot][: row.replays] != [*expected[at : row.start]]:
+            raise TaintError(f"{row.sequence}: replays what is not of its own tokens")
 
-    def write(self, row: Row, state: int) -> None:
-        """A row leaves the state whose hash is ``state``."""
-        self.cells[row.state_write] = row.kv_length, state
+    def write(self, row: Row, expected: Sequence[int]) -> None:
+        """A row leaves the state in front of its drafts, and what they are; ``expected`` are the hashes of
+        its tokens."""
+        kept = row.kv_length - len(row.drafts)
+        self.cells[row.state_write] = kept, expected[kept - 1]
+        self.stashes[row.slot] = [*expected[kept : row.kv_length]]
 
     def spoil(self, row: Row) -> None:
         """A row leaves junk."""
         self.cells[row.state_write] = _JUNK
+        self.stashes[row.slot] = []

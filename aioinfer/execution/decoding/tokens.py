@@ -118,8 +118,13 @@ class TokenPacker:
 
     def graph_need(self, step: Step) -> GraphShape | None:
         generating, prefilling = step.generating, step.prefilling
-        # Those of a draft model read what its own forwards have drawn; the others read more than samples.
-        if generating.draft_inputs or any(row.scores or row.pools for row in prefilling):
+        # Those of a draft model read what its own forwards have drawn; the others read more than samples, or
+        # start from more than a state.
+        if (
+            generating.draft_inputs
+            or generating.replays is not None
+            or any(row.scores or row.pools for row in prefilling)
+        ):
             return None
         decodes = generating.num_decodes
         chunks = step.num_rows - decodes

@@ -21,7 +21,7 @@ from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import MixerStep
 from aioinfer.model.mixers.short_conv import CausalConv, states_before
 from aioinfer.model.rope import Rope
-from aioinfer.model.state import StateShape
+from aioinfer.model.state import RowStates, StateShape
 
 __all__ = ["DeltaHeads", "DeltaRule"]
 
@@ -56,8 +56,9 @@ class DeltaHeads:
 
     @property
     def state_shape(self) -> StateShape:
-        """Shape of one layer's state."""
-        return StateShape((self.value_heads, self.key_dim, self.value_dim), torch.float32)
+        """Shape of one layer's state, which a token changes by what is convolved and by its gates."""
+        shape = self.value_heads, self.key_dim, self.value_dim
+        return StateShape(shape, torch.float32, 2 * self.value_heads)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,43 +90,48 @@ class DeltaRule:
         return None
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        heads, count, batch = self.heads, len(normed), step.batch
+        heads, batch = self.heads, step.batch
+        states = batch.states
+        assert states is not None, "a step of a model with recurrent state has cells"
         mixed, z = self.into(normed).split((heads.channels, heads.values), dim=-1)
         mixed = F.silu(self.conv(mixed, batch))
+        count = len(mixed)
         q, k, v = mixed.float().split((heads.keys, heads.keys, heads.values), dim=-1)
         group = heads.value_heads // heads.key_heads
         q, k = (
             _normed(each.reshape(count, heads.key_heads, heads.key_dim)).repeat_interleave(group, dim=1)
             for each in (q, k)
         )
-        strength, decay = self.gates(normed).float().split(heads.value_heads, dim=-1)
+        gates = states.extend(self.state, self.gates(normed), batch)
+        strength, decay = gates.float().split(heads.value_heads, dim=-1)
         decay = (-self.rate * F.softplus(decay + self.bias)).exp()
         tokens = _Tokens(
             q * heads.key_dim**-0.5, k, v.view(count, heads.value_heads, -1), decay, strength.sigmoid()
         )
-        result = self._apply(tokens, batch).to(normed.dtype).float()
+        result = states.own(self._apply(tokens, states, batch), batch).to(normed.dtype).float()
         result = torch.rms_norm(result, (heads.value_dim,), self.norm, self.eps)
         gated = result * F.silu(z.float()).view_as(result)
         return self.out(gated.to(normed.dtype).flatten(1))
 
-    def _apply(self, tokens: _Tokens, batch: Batch) -> torch.Tensor:
-        """The rule: [T, value_heads, value_dim] float32. Writes the state of all rows."""
-        states, decodes = batch.states, batch.num_decodes
-        assert states is not None, "a step of a model with recurrent state has cells"
+    def _apply(self, tokens: _Tokens, states: RowStates, batch: Batch) -> torch.Tensor:
+        """The rule: [T, value_heads, value_dim] float32, of all positions that the rows go through. Writes
+        the state of all rows."""
         cells, results = states.pool.tensors[self.state], []
+        decodes, lengths = states.lengths(batch)
         if decodes:
             rows = slice(0, decodes)
             state = states_before(states, self.state, rows)
             results.append(tokens.step(rows, state))
             cells.index_copy_(0, states.write[rows], state)
         at = decodes
-        for row in range(decodes, len(batch.q_lens)):
+        for row, (count, kept) in enumerate(lengths, decodes):
             rows = slice(row, row + 1)
             state = states_before(states, self.state, rows)
-            for token in range(at, at + batch.q_lens[row]):
+            for token in range(at, at + count):
                 results.append(tokens.step(slice(token, token + 1), state))
-            cells.index_copy_(0, states.write[rows], state)
-            at += batch.q_lens[row]
+                if token + 1 == at + kept:
+                    cells.index_copy_(0, states.write[rows], state)
+            at += count
         return torch.cat(results)
 
 

@@ -52,24 +52,27 @@ class CausalConv:
 
     def state_shape(self, dtype: torch.dtype) -> StateShape:
         """``dtype``: the model's."""
-        return StateShape((self.size - 1, self.weight.shape[1]), dtype)
+        channels = self.weight.shape[1]
+        return StateShape((self.size - 1, channels), dtype, channels)
 
     def __call__(self, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """[T, channels] to the same, rounded to the inputs' dtype. Writes the state of all rows.
+        """[T, channels] to the results of all positions that the rows go through, see
+        :meth:`~aioinfer.model.state.RowStates.extend`; rounded to the inputs' dtype. Writes the state of all
+        rows.
 
         Rows of a step that only decodes are computed by operations on tensors alone, which a CUDA graph can
         capture.
         """
-        states, decodes = batch.states, batch.num_decodes
+        states = batch.states
         assert states is not None, "a step of a model with recurrent state has cells"
+        inputs, (decodes, lengths) = states.extend(self.state, inputs, batch), states.lengths(batch)
         results = []
         if decodes:
-            windows = self._windows(inputs[:decodes, None], states, slice(0, decodes))
+            windows = self._windows(inputs[:decodes, None], states, slice(0, decodes), 1)
             results.append((windows.float() * self.weight).sum(1))
         at = decodes
-        for row in range(decodes, len(batch.q_lens)):
-            count = batch.q_lens[row]
-            window = self._windows(inputs[None, at : at + count], states, slice(row, row + 1))[0]
+        for row, (count, kept) in enumerate(lengths, decodes):
+            window = self._windows(inputs[None, at : at + count], states, slice(row, row + 1), kept)[0]
             # [size, channels] -> [channels, 1, size], over [channels, size - 1 + count]
             result = F.conv1d(window.float().T, self.weight.T[:, None], groups=window.shape[1])
             results.append(result.T)
@@ -77,12 +80,12 @@ class CausalConv:
         result = torch.cat(results) if len(results) > 1 else results[0]
         return (result if self.bias is None else result + self.bias).to(inputs.dtype)
 
-    def _windows(self, inputs: torch.Tensor, states: RowStates, rows: slice) -> torch.Tensor:
+    def _windows(self, inputs: torch.Tensor, states: RowStates, rows: slice, kept: int) -> torch.Tensor:
         """The inputs [R, n, channels] of some rows with those in front of them, [R, size - 1 + n, channels];
-        the last of them become the rows' states."""
+        the last up to the first ``kept`` inputs become the rows' states."""
         windows = torch.cat((states_before(states, self.state, rows), inputs), dim=1)
         states.pool.tensors[self.state].index_copy_(
-            0, states.write[rows], windows[:, inputs.shape[1] :].contiguous()
+            0, states.write[rows], windows[:, kept : kept + self.size - 1].contiguous()
         )
         return windows
 
@@ -105,4 +108,6 @@ class ShortConv:
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
         b, c, x = self.into(normed).chunk(3, dim=-1)
-        return self.out(c * self.conv(b * x, step.batch))
+        states = step.batch.states
+        assert states is not None, "a step of a model with recurrent state has cells"
+        return self.out(c * states.own(self.conv(b * x, step.batch), step.batch))

@@ -138,6 +138,7 @@ struct StepInput {
   int64_t num_pages;  // of each pool, the null page included
   RowStates states;          // of a model without states, all zero
   void* const* state_pools;  // [num_states] the cells of each tensor of a state
+  void* const* stash_pools;  // [num_states] and what drafts bring to it; null in a step without drafts
   int64_t num_states;
   int64_t num_logits;
   const int64_t* logits_rows;
@@ -289,8 +290,8 @@ class Decoder {
     const AttentionInput& input = step.attention;
     require(step.num_kv_pools >= kv_pools_, "a layer has no KV pool");
     require(step.num_states >= states_, "a layer has no cells for its state");
-    if (states_ != 0) aioinfer::check(step.states, input.rows.count);
     aioinfer::check(input.rows, input.tokens, step.page_size, step.num_pages);
+    if (states_ != 0) aioinfer::check(step.states, input.rows);
     require_below("input_ids", step.ids, input.tokens, head_->outputs);
     require_below("positions", input.positions, input.tokens, positions_);
     require_below("slot_mapping", input.cells, input.tokens, step.num_pages * step.page_size);
@@ -403,10 +404,14 @@ class Decoder {
            self.params, divisions_.scratch(self.division, worker.index()), HeadSink(start));
   }
 
+  static T* stash(const StepInput<T>& step, int64_t state) {
+    return step.states.replays == nullptr ? nullptr : static_cast<T*>(step.stash_pools[state]);
+  }
+
   void mix(Worker& worker, const ShortConv<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,
            const Inputs<T>& mixed) {
     self.mix(worker, projected_.data(), step.attention.rows, step.states,
-             static_cast<T*>(step.state_pools[self.state]), mixed);
+             static_cast<T*>(step.state_pools[self.state]), stash(step, self.state), mixed);
   }
 
   void mix(Worker& worker, const DeltaRule<T>& self, size_t index, const StepInput<T>& step,
@@ -418,7 +423,8 @@ class Decoder {
     adapting_.shrink(worker, index, GATES, own);
     multiply(worker, own, gates, adapting_.expanding(index, GATES, gates, put_projection(gates, gates_.data())));
     self.mix(worker, projected_.data(), gates_.data(), step.attention.rows, step.states,
-             static_cast<T*>(step.state_pools[self.state]), static_cast<float*>(step.state_pools[self.state + 1]),
+             static_cast<T*>(step.state_pools[self.state]), stash(step, self.state),
+             static_cast<float*>(step.state_pools[self.state + 1]), stash(step, self.state + 1),
              delta_scratch_[worker.index()], mixed);
   }
 
@@ -608,15 +614,15 @@ class Decoder {
   }
 
   void reserve(const StepInput<T>& step, int workers) {
-    const int64_t tokens = step.attention.tokens;
+    const int64_t tokens = step.attention.tokens, all = tokens + step.states.replayed(step.attention.rows);
     grow(residual_, tokens * hidden_);
     grow(results_, tokens * hidden_);
     grow(shares_, tokens);
-    grow(projected_, tokens * width_);
+    grow(projected_, all * width_);
     narrow_.reserve(*head_, step.num_logits);
     per_layer_.reserve(tokens, narrow_);
     for (const Layer<T>& layer : layers_) {
-      each_mixer(layer, [&](const auto& mixer) { reserve(mixer, tokens, workers); });
+      each_mixer(layer, [&](const auto& mixer) { reserve(mixer, tokens, all, workers); });
       if (layer.per_layer.gate != nullptr) {
         narrow_.reserve(*layer.per_layer.gate, tokens);
         wide_.reserve(*layer.per_layer.out, tokens);
@@ -634,13 +640,14 @@ class Decoder {
     divisions_.divide(step.attention.rows, workers);
   }
 
+  // ``all``: the tokens of the step, and those that rows replay.
   template <class Mixer>
-  void reserve(const Mixer& mixer, int64_t tokens, int workers) {
+  void reserve(const Mixer& mixer, int64_t tokens, int64_t all, int workers) {
     narrow_.reserve(*mixer.into, tokens);
     wide_.reserve(*mixer.out, tokens);
     if constexpr (std::is_same_v<Mixer, DeltaRule<T>>) {
       narrow_.reserve(*mixer.gates, tokens);
-      grow(gates_, tokens * mixer.gates->outputs);
+      grow(gates_, all * mixer.gates->outputs);
       if (static_cast<int>(delta_scratch_.size()) < workers) delta_scratch_.resize(workers);
       for (DeltaScratch& scratch : delta_scratch_) scratch.reserve(mixer.shape);
     }

@@ -139,11 +139,16 @@ struct DeltaRule {
 
   // From projections [tokens, width] and gates [tokens, 2 * value_heads] to the inputs of ``out``, in three phases of a
   // program. Changes the projections.
-  void mix(Worker& worker, T* projected, const T* gated, const Rows& rows, const RowStates& states, T* inputs,
-           float* pool, DeltaScratch& scratch, const Inputs<T>& mixed) const {
-    const int64_t width = shape.width();
+  // ``inputs_stash`` and ``gates_stash``: of the inputs of the convolution and of gates.
+  void mix(Worker& worker, T* projected, T* gated, const Rows& rows, const RowStates& states, T* inputs,
+           T* inputs_stash, float* pool, T* gates_stash, DeltaScratch& scratch, const Inputs<T>& mixed) const {
+    const int64_t width = shape.width(), gates_width = 2 * shape.value_heads;
+    if (states.replays != nullptr)
+      worker.parallel(rows.count, [&](int64_t row) {
+        exchange(states.tokens(rows, row), states.stash(gates_stash, row, gates_width), gates_width, gated);
+      });
     convolve(
-        worker, conv, rows, states, inputs,
+        worker, conv, rows, states, inputs, inputs_stash,
         [&](int64_t token, int64_t at) { return Number<T>::load_lanes(projected + token * width + at); },
         [&](int64_t token, int64_t at, Floats result) {
           Number<T>::store_lanes(projected + token * width + at, silu(rounded<T>(result)));
@@ -155,7 +160,7 @@ struct DeltaRule {
       const int64_t head = task / parts % shape.value_heads, part = task % parts;
       const int64_t vectors = shape.value_dim / LANES;
       const int64_t first = vectors * part / parts, last = vectors * (part + 1) / parts;
-      apply(rows.starts[row], rows.starts[row + 1], head, first * LANES, last * LANES,
+      apply(states.tokens(rows, row), head, first * LANES, last * LANES,
             state_of<const float>(pool, states.read[row], shape.state_size()),
             state_of(pool, states.write[row], shape.state_size()), projected, gated, scratch);
     });
@@ -172,26 +177,31 @@ struct DeltaRule {
     return std::clamp<int64_t>(wanted, 1, (shape.value_dim / LANES + AT_ONCE - 1) / AT_ONCE);
   }
 
-  // Tokens [from, to) of a row, and columns [first, last) of a head.
-  void apply(int64_t from, int64_t to, int64_t head, int64_t first, int64_t last, const float* before, float* behind,
+  // The tokens of a row, and columns [first, last) of a head.
+  void apply(const RowTokens& row, int64_t head, int64_t first, int64_t last, const float* before, float* behind,
              T* projected, const T* gated, DeltaScratch& scratch) const {
     const int64_t values = 2 * shape.keys() + head * shape.value_dim, at = head * shape.head_size();
     // A row without tokens keeps its state.
-    if (from == to) return keep(at, first, last, before, behind);
-    for (int64_t begin = from; begin < to; begin += DeltaScratch::STRETCH) {
-      const int tokens = static_cast<int>(std::min<int64_t>(DeltaScratch::STRETCH, to - begin));
+    if (row.count == 0) return keep(at, first, last, before, behind);
+    for (int64_t begin = 0, end; begin < row.count; begin = end) {
+      end = std::min<int64_t>(begin + DeltaScratch::STRETCH, begin < row.kept ? row.kept : row.count);
+      const int tokens = static_cast<int>(end - begin);
       for (int t = 0; t < tokens; t++)
-        prepare(t, projected + (begin + t) * shape.width(), gated + (begin + t) * 2 * shape.value_heads, head, scratch);
+        prepare(t, projected + row[begin + t] * shape.width(), gated + row[begin + t] * 2 * shape.value_heads, head,
+                scratch);
       const auto go = [&](auto count, int64_t column) {
         constexpr int COUNT = decltype(count)::value;
         const StateColumns between{scratch.state.data() + (column - first) * shape.key_dim, COUNT * LANES};
         const StateColumns old{before == nullptr ? nullptr : const_cast<float*>(before) + at + column, shape.value_dim};
         const StateColumns kept{behind == nullptr ? nullptr : behind + at + column, shape.value_dim};
-        T* value_of = projected + begin * shape.width() + values + column;
-        const auto value = [&](int t, int v) { return value_of + t * shape.width() + v * LANES; };
+        // Drafts go on from what is kept, and leave nothing.
+        const StateColumns from = begin == 0 ? old : begin == row.kept ? kept : between;
+        const StateColumns to = end == row.kept ? kept : end == row.count ? StateColumns{} : between;
+        T* value_of = projected + values + column;
+        const auto value = [&](int t, int v) { return value_of + row[begin + t] * shape.width() + v * LANES; };
         apply_to_columns<COUNT>(
-            scratch, shape.key_dim, tokens, begin == from ? old : between, between.data,
-            begin + tokens == to ? kept : between, [&](int t, int v) { return Number<T>::load_lanes(value(t, v)); },
+            scratch, shape.key_dim, tokens, from, between.data, to,
+            [&](int t, int v) { return Number<T>::load_lanes(value(t, v)); },
             [&](int t, int v, Floats result) { Number<T>::store_lanes(value(t, v), result); });
       };
       int64_t column = first;

@@ -390,6 +390,11 @@ struct ForwardArguments {
   int64_t num_cells;           // of each pool, the null cell included
   const int64_t* read;         // [rows] cell of each row's state; or null with num_states
   const int64_t* write;
+  const int64_t* replays;      // [rows + 1] see states.hpp; or null, and so the next one
+  const int64_t* kept;         // [rows]
+  void* const* stash_pools;    // [num_states] what drafts bring to each tensor, [num_stashes, num_drafts, inputs] of T
+  int64_t num_stashes;
+  int64_t num_drafts;
   const int64_t* logits_rows;  // [num_logits]
   float* logits;               // [num_logits, vocabulary]
   const int64_t* adapters;     // [rows] slot of each row's adapter, 0 for none; or null

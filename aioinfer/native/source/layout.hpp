@@ -90,8 +90,8 @@ inline std::string layout() {
                     mlp_post_norm, dual, per_layer, residual_scale, part_scale, parallel)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,
-                    state_pools, num_states, num_cells, read, write, logits_rows,
-                    logits, adapters, num_hidden, hidden_rows, hidden, seconds,
+                    state_pools, num_states, num_cells, read, write, replays, kept, stash_pools, num_stashes,
+                    num_drafts, logits_rows, logits, adapters, num_hidden, hidden_rows, hidden, seconds,
                     num_features, feature_rows, features, num_deep, cos, sin)
   AIOINFER_PLAIN(LowRankTarget, a, b, a_is_bfloat16, b_is_bfloat16, rank, start, rows, scale)
   AIOINFER_PLAIN(AdaptedLayer, layer, part, targets, count)

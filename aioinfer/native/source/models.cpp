@@ -445,10 +445,10 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
   return guarded(false, [&] {
     const Rows rows{a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width};
     const AttentionInput attention{a->tokens, a->slot_mapping, a->positions, rows, a->ends};
-    const RowStates states{a->read, a->write, a->num_cells};
+    const RowStates states{a->read, a->write, a->num_cells, a->replays, a->kept, a->num_stashes, a->num_drafts};
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
-                            states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits,
-                            a->adapters,  a->num_hidden,  a->hidden_rows, a->hidden,
+                            states,       a->state_pools, a->stash_pools, a->num_states, a->num_logits, a->logits_rows,
+                            a->logits,    a->adapters,  a->num_hidden,  a->hidden_rows, a->hidden,
                             {a->num_features, a->feature_rows, a->features, a->num_deep}, a->cos, a->sin};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;

@@ -5,7 +5,6 @@
 // to the bit, wherever chunks end.
 #pragma once
 
-#include "attention.hpp"
 #include "linear.hpp"
 #include "states.hpp"
 
@@ -31,12 +30,12 @@ struct CausalConv {
 // Vectors of channels of a task.
 constexpr int CONV_VECTORS = LANES == 4 ? 16 : 8;
 
-// One task: ``count`` vectors of channels from ``channel`` on, of tokens [from, to). ``before`` and ``behind``: the
-// row's states, or null. input(token, channel) gives LANES numbers as T has them, put(token, channel, results) takes
-// as many.
+// One task: ``count`` vectors of channels from ``channel`` on, of the tokens of a row. ``before`` and ``behind``: the
+// row's states, or null; ``stash``: [drafts, channels]. input(token, channel) gives LANES numbers as T has them, of
+// tokens of the step, and put(token, channel, results) takes as many, of replayed ones, too.
 template <class T, class Input, class Put>
-void convolve_task(const CausalConv& conv, int64_t channel, int count, int64_t from, int64_t to, const T* before,
-                   T* behind, Input& input, Put& put) {
+void convolve_task(const CausalConv& conv, int64_t channel, int count, const RowTokens& tokens, const T* before,
+                   T* behind, T* stash, Input& input, Put& put) {
   const int past = static_cast<int>(conv.size - 1);
   Floats inputs[CausalConv::MOST - 1][CONV_VECTORS];
   for (int i = 0; i < past; i++)
@@ -44,37 +43,47 @@ void convolve_task(const CausalConv& conv, int64_t channel, int count, int64_t f
       const int64_t at = i * conv.channels + channel + v * LANES;
       inputs[i][v] = before == nullptr ? Floats{} : Number<T>::load_lanes(before + at);
     }
-  for (int64_t token = from; token < to; token++)
+  const auto keep = [&] {
+    if (behind == nullptr) return;
+    for (int i = 0; i < past; i++)
+      for (int v = 0; v < count; v++)
+        Number<T>::store_lanes(behind + i * conv.channels + channel + v * LANES, inputs[i][v]);
+  };
+  for (int64_t i = 0; i < tokens.count; i++) {
+    if (i == tokens.kept) keep();
+    const int64_t token = tokens[i];
     for (int v = 0; v < count; v++) {
       const int64_t at = channel + v * LANES;
-      const Floats newest = input(token, at);
+      const Floats newest =
+          i < tokens.replayed ? Number<T>::load_lanes(stash + i * conv.channels + at) : input(token, at);
+      if (i >= tokens.kept) Number<T>::store_lanes(stash + (i - tokens.kept) * conv.channels + at, newest);
       Floats sum{};
-      for (int i = 0; i < past; i++) {
-        sum = multiply_add(sum, inputs[i][v], load<Floats>(conv.weight + i * conv.channels + at));
-        inputs[i][v] = i + 1 < past ? inputs[i + 1][v] : newest;
+      for (int p = 0; p < past; p++) {
+        sum = multiply_add(sum, inputs[p][v], load<Floats>(conv.weight + p * conv.channels + at));
+        inputs[p][v] = p + 1 < past ? inputs[p + 1][v] : newest;
       }
       sum = multiply_add(sum, newest, load<Floats>(conv.weight + past * conv.channels + at));
       put(token, at, conv.bias == nullptr ? sum : sum + load<Floats>(conv.bias + at));
     }
-  if (behind == nullptr) return;
-  for (int i = 0; i < past; i++)
-    for (int v = 0; v < count; v++)
-      Number<T>::store_lanes(behind + i * conv.channels + channel + v * LANES, inputs[i][v]);
+  }
+  if (tokens.kept == tokens.count) keep();
 }
 
-// The convolution of all rows, as a phase of a program. ``pool``: [cells, size - 1, channels].
+// The convolution of all rows, as a phase of a program. ``pool``: [cells, size - 1, channels]; ``stashes``: [slots,
+// drafts, channels].
 template <class T, class Input, class Put>
-void convolve(Worker& worker, const CausalConv& conv, const Rows& rows, const RowStates& states, T* pool, Input&& input,
-              Put&& put) {
+void convolve(Worker& worker, const CausalConv& conv, const Rows& rows, const RowStates& states, T* pool, T* stashes,
+              Input&& input, Put&& put) {
   constexpr int64_t STRETCH = CONV_VECTORS * LANES;
   const int64_t stretches = (conv.channels + STRETCH - 1) / STRETCH;
   worker.parallel(rows.count * stretches, [&](int64_t task) {
     // Chunks are behind decodes: the long tasks come first.
     const int64_t row = rows.count - 1 - task / stretches, channel = task % stretches * STRETCH;
     const int count = static_cast<int>(std::min(STRETCH, conv.channels - channel) / LANES);
-    convolve_task(conv, channel, count, rows.starts[row], rows.starts[row + 1],
+    convolve_task(conv, channel, count, states.tokens(rows, row),
                   state_of<const T>(pool, states.read[row], conv.state_size()),
-                  state_of(pool, states.write[row], conv.state_size()), input, put);
+                  state_of(pool, states.write[row], conv.state_size()), states.stash(stashes, row, conv.channels),
+                  input, put);
   });
 }
 
@@ -95,16 +104,17 @@ struct ShortConv {
   }
 
   // From projections [tokens, 3, channels] to the inputs of ``out``, as a phase of a program.
-  void mix(Worker& worker, const T* projected, const Rows& rows, const RowStates& states, T* pool,
+  void mix(Worker& worker, const T* projected, const Rows& rows, const RowStates& states, T* pool, T* stashes,
            const Inputs<T>& mixed) const {
-    const int64_t channels = conv.channels;
+    const int64_t channels = conv.channels, tokens = mixed.rows();
     const auto part = [&](int64_t token, int which, int64_t at) {
       return Number<T>::load_lanes(projected + (3 * token + which) * channels + at);
     };
     convolve(
-        worker, conv, rows, states, pool,
+        worker, conv, rows, states, pool, stashes,
         [&](int64_t token, int64_t at) { return rounded<T>(part(token, 0, at) * part(token, 2, at)); },
         [&](int64_t token, int64_t at, Floats result) {
+          if (token >= tokens) return;  // replayed
           mixed.put(mixed.row(token), at, part(token, 1, at) * rounded<T>(result));
         });
   }
