@@ -20,7 +20,7 @@ _LARGEST = 2**31 - 1
 #: integers from 1 on
 _SIZES = frozenset(
     {
-        *("block_ff_dim", "block_multiple_of", "conv_L_cache", "global_head_dim", "head_dim"),
+        *("block_ff_dim", "block_multiple_of", "conv_L_cache", "ffn_dim", "global_head_dim", "head_dim"),
         *("hidden_size", "intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
         *("n_embd", "n_head", "n_inner", "no_rope_layer_interval", "num_attention_heads"),
@@ -30,10 +30,11 @@ _SIZES = frozenset(
 #: as well, of models with experts
 _EXPERTS = frozenset(
     {
-        *("moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size"),
-        "top_k_experts",
+        *("moe_intermediate_size", "moe_layer_interval", "n_group", "num_experts_per_tok"),
+        *("top_k_experts", "topk_group"),
     }
 )
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: numbers of layers, of which the classes of transformers make lists
 _LAYERS = frozenset({"n_layer", "num_hidden_layers"})
 _MOST_LAYERS = 10_000
@@ -43,29 +44,35 @@ _LONGEST = 2**26
 #: integers from 0 on
 _COUNTS = frozenset(
     {
-        *("first_k_dense_replace", "hidden_size_per_layer_input", "max_window_layers", "num_dense_layers"),
-        *("num_experts", "num_kv_shared_layers", "num_local_experts", "num_shared_experts"),
-        "sliding_window",
+        *("first_k_dense_replace", "hidden_size_per_layer_input", "max_window_layers"),
+        *("moe_layer_start_index", "moe_num_experts", "moe_num_shared_experts", "n_routed_experts"),
+        *("n_shared_experts", "num_dense_layers", "num_experts", "num_kv_shared_layers"),
+        *("num_local_experts", "num_nextn_predict_layers", "num_shared_experts"),
+        *("shared_expert_intermediate_size", "shared_intermediate_size", "sliding_window"),
     }
 )
 #: finite numbers above 0
 _NUMBERS = frozenset(
     {
-        *("attn_logit_softcapping", "beta_fast", "beta_slow", "block_ffn_dim_multiplier", "factor"),
-        *("final_logit_softcapping", "high_freq_factor", "layer_norm_eps", "layer_norm_epsilon"),
-        *("low_freq_factor", "norm_eps", "partial_rotary_factor", "query_pre_attn_scalar", "rms_norm_eps"),
-        *("rope_local_base_freq", "rope_theta", "rotary_emb_base"),
+        *("alpha", "attention_multiplier", "attn_logit_softcapping", "beta_fast", "beta_slow"),
+        *("block_ffn_dim_multiplier", "embedding_multiplier", "factor", "final_logit_softcapping"),
+        *("high_freq_factor", "layer_norm_eps", "layer_norm_epsilon", "llama_4_scaling_beta", "logit_scale"),
+        *("logits_scaling", "low_freq_factor", "norm_eps", "norm_epsilon", "partial_rotary_factor"),
+        *("query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq"),
+        *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor"),
     }
 )
+#: a model type, and its field that may be a list with one number for each layer
+_LIST = ("hunyuan_v1_moe", "num_experts_per_tok")
 #: objects whose numbers are checked, too, and those of the objects in them: rotations by type of layers
 _PARTS = frozenset({"per_layer_config", "rope_parameters", "rope_scaling", "text_config"})
 
 #: those of them that all families read
 _ROTATION = frozenset(
     {
-        *("beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor"),
-        *("original_max_position_embeddings", "partial_rotary_factor", "rope_local_base_freq", "rope_theta"),
-        "rotary_emb_base",
+        *("alpha", "beta_fast", "beta_slow", "factor", "high_freq_factor", "llama_4_scaling_beta"),
+        *("low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
+        *("rope_local_base_freq", "rope_theta", "rotary_emb_base"),
     }
 )
 #: names, and the least and largest integer
@@ -94,11 +101,12 @@ def check_numbers(
     """
     if "model_type" in stated or not prefix:
         read = own_fields(stated.get("model_type"))
-    experts = any(stated.get(name) for name in ("num_experts", "num_local_experts"))
+    experts = any(stated.get(name) for name in _EXPERT_COUNTS)
     for name, value in stated.items():
         if value is None:
             continue
         needed = name in _ROTATION or (name in read and (value != 0 or experts or name not in _EXPERTS))
+        needed = needed and not (isinstance(value, list) and (stated.get("model_type"), name) == _LIST)
         wanted = _wanted(name, value) if needed else _bound(name, value)
         if wanted is not None:
             raise ConfigError(f"model: {prefix}{name} in {file} must be {wanted}, got {shown(value)}")

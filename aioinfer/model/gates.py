@@ -10,14 +10,15 @@ import torch.nn.functional as F
 __all__ = ["CONFIG_GATES", "LIMIT", "PLAIN_GATES", "STEEPNESS", "Gate", "activated", "gated"]
 
 #: SiLU (Elfwing et al., arXiv 1702.03118), GELU by its tangent formula or exactly (Hendrycks and Gimpel,
-#: arXiv 1606.08415), the one of gpt-oss, see :func:`gated`, ReLU, or its square (So et al., arXiv 2109.08668).
-#: Those of :data:`PLAIN_GATES` alone are of parts without gates, and of image encoders: Triton has no kernel.
+#: arXiv 1606.08415), the one of gpt-oss, see :func:`gated`, ReLU, or its square (So et al., arXiv
+#: 2109.08668). Triton has no exact GELU, nor ReLU: they are of parts without gates, and of image encoders.
 Gate = Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu", "relu_squared"]
 
 #: gates by their names in configs
 CONFIG_GATES: dict[str, Gate] = {
     "silu": "silu",
     "swish": "silu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }

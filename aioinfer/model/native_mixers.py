@@ -154,7 +154,8 @@ def _attention(
         scale=params.scale,
         soft_cap=params.soft_cap or 0.0,
         sinks=kept.floats(mixer.sinks, mixer.num_heads),
-        query_scales=kept.floats(mixer.query_scales, spec.max_model_len),
+        query_growth=0.0 if mixer.growth is None else mixer.growth.rate,
+        query_length=0 if mixer.growth is None else mixer.growth.length,
         out_scale=out_scale,
     )
 

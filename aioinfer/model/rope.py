@@ -21,7 +21,7 @@ _SCALED = ("gemma3", "gemma4")
 _LONGEST = 2**26
 #: positions whose factors are computed at a time, in float32: few, which stay in a core's cache
 _AT_A_TIME = 2**11
-_KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
+_KINDS = ("alpha", "default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
@@ -34,13 +34,13 @@ def supported(config: Any, head_dim: int, *, partial: bool = False) -> bool:
     types = set(config.layer_types) if _by_type(config) else {None}
     if not all(_parameters(config, layer_type) for layer_type in types if layer_type is not None):
         return False
-    return all(_supported(_parameters(config, layer_type), head_dim, partial) for layer_type in types)
+    return all(_supported(config, _parameters(config, layer_type), head_dim, partial) for layer_type in types)
 
 
-def _supported(parameters: dict[str, Any], head_dim: int, partial: bool) -> bool:
+def _supported(config: Any, parameters: dict[str, Any], head_dim: int, partial: bool) -> bool:
     rotated = _rotary_dim(parameters, head_dim)
     return (
-        parameters.get("rope_type", "default") in _KINDS
+        _kind(config, parameters) in _KINDS
         and (rotated == head_dim or partial)
         and 2 <= rotated <= head_dim
         and rotated % 2 == 0
@@ -228,18 +228,27 @@ def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
 
 def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[torch.Tensor, float]:
     parameters = _parameters(config, layer_type)
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        rotary_dim = _rotary_dim(parameters, head_dim)
+    kind = _kind(config, parameters)
+    if kind in ("default", "alpha"):
+        rotary_dim, theta = _rotary_dim(parameters, head_dim), parameters["rope_theta"]
+        if kind == "alpha":
+            theta *= parameters["alpha"] ** (head_dim / (head_dim - 2))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
         # The power in double precision, as in the table: torch's own in float32 differs between processors.
-        powers = (parameters["rope_theta"] ** exponents.double()).float()
+        powers = (theta ** exponents.double()).float()
         return 1.0 / powers, 1.0
     with importing_transformers():
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     return inv_freq.float(), float(scaling)
+
+
+def _kind(config: Any, parameters: dict[str, Any]) -> str:
+    """The kind of rotation: what Hunyuan calls dynamic has a base that does not depend on the length."""
+    kind: str = parameters.get("rope_type", "default")
+    fixed = kind == "dynamic" and config.model_type.startswith("hunyuan_v1") and parameters.get("alpha")
+    return "alpha" if fixed else kind
 
 
 def _by_type(config: Any) -> bool:

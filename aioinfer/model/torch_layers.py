@@ -66,7 +66,7 @@ class TorchLayers(LayerKernels):
 
     def _decoder(self, spec: ModelSpec, trunk: Trunk, words: StoredMatrix, head: StoredMatrix) -> CausalLM:
         vectors = words.view()
-        to_logits = self._make_linear(vectors if head is words else head.view(), None)
+        to_logits = self._make_linear(vectors if head is words else head.view(), head.bias())
         variance = variant_part(trunk) if self._invariant else "products of layers"
         adapters, reason = self._adapters, "" if self._adapters else "max_lora_rank is 0"
         kind = Decoder if trunk.conditioning is None else CanvasDecoder

@@ -321,7 +321,8 @@ class SelfAttentionArguments(Arguments):
     scale: float
     soft_cap: float
     sinks: Address
-    query_scales: Address
+    query_growth: float
+    query_length: int
     out_scale: float
 
 

@@ -37,10 +37,8 @@ _NUMBERS: tuple[Number, ...] = ("float32", "bfloat16")
 #: parts of a forward's time, in the order of the C++ side
 PARTS = ("linear", "attention", "rest")
 #: numbers of the functions between the products of a feed-forward part, see ``gates.hpp``
-GATES = {
-    **{"none": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4},
-    **{"relu": 5, "relu_squared": 6},
-}
+_GATES = ("none", "silu", "gelu_tanh", "clamped_silu", "gelu", "relu", "relu_squared")
+GATES = {name: number for number, name in enumerate(_GATES)}
 
 _log = logging.getLogger("aioinfer")
 _handle, _done, _text, _int = ctypes.c_void_p, ctypes.c_bool, ctypes.c_char_p, ctypes.c_int

@@ -76,9 +76,9 @@ async def test_a_fallback_says_why(checkpoint: Path, caplog: pytest.LogCaptureFi
 
 
 async def test_a_fallback_of_an_unknown_family_names_it(tmp_path: Path) -> None:
-    make_checkpoint("opt", tmp_path)
+    make_checkpoint("persimmon", tmp_path)
     async with Engine(settings(tmp_path)) as engine:
-        assert engine.info.fallback_reason == "there is no own code for OPTForCausalLM"
+        assert engine.info.fallback_reason == "there is no own code for PersimmonForCausalLM"
 
 
 async def test_a_context_that_the_pool_cuts_is_told_with_the_knob(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.model.further_families import FURTHER, GRANITE, WIDE, YARN, rope
 from tests.model.harness import Driver, load
 
 VOCAB = 211
@@ -20,17 +21,12 @@ _SHAPE = {
 }  # fmt: skip
 
 
-def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, **parameters}}
-
-
 _LLAMA3 = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 _EXPERTS = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GEMMA4 = {
     "head_dim": 16,
@@ -52,9 +48,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha-untied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
     "llama-mqa": ("Llama", {"num_key_value_heads": 1, "num_hidden_layers": 2}),
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
-    "llama-rope-llama3": ("Llama", _rope("llama3", **_LLAMA3)),
-    "llama-rope-linear": ("Llama", _rope("linear", factor=2.0)),
-    "llama-rope-yarn": ("Llama", {**_rope("yarn", **_YARN), "head_dim": 16}),
+    "llama-rope-llama3": ("Llama", rope("llama3", **_LLAMA3)),
+    "llama-rope-linear": ("Llama", rope("linear", factor=2.0)),
+    "llama-rope-yarn": ("Llama", {**rope("yarn", **YARN), "head_dim": 16}),
     "llama-head-dim": ("Llama", {"head_dim": 32}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
@@ -82,19 +78,31 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"hidden_size": 64}),
     # Factors for sequences of up to 128 positions, others for longer ones.
     "phi3-longrope": ("Phi3",
-        {"hidden_size": 64, "original_max_position_embeddings": 128, **_rope("longrope",
+        {"hidden_size": 64, "original_max_position_embeddings": 128, **rope("longrope",
         partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5], long_factor=[5.0, 6.0, 7.0,
         8.0, 9.0, 10.0], original_max_position_embeddings=128)}),
     "phi3-partial-rotary": ("Phi3",
         {"hidden_size": 64, "sliding_window": 9, "tie_word_embeddings": True, "num_attention_heads": 2,
-        "num_key_value_heads": 1, **_rope("default", partial_rotary_factor=0.75)}),
+        "num_key_value_heads": 1, **rope("default", partial_rotary_factor=0.75)}),
     "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": None}),
     "gpt2-wide": ("GPT2",
         {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "bos_token_id": None,
         "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}),
-    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None}),
-    "phi": ("Phi", {}),
-    "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1}),
+    "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None, **WIDE}),
+    "opt": ("OPT", {"ffn_dim": 96, "hidden_size": 64, "word_embed_proj_dim": 64, "pad_token_id": 1}),
+    "cohere2": ("Cohere2",
+        {**WIDE, "sliding_window": 9, "logit_scale": 0.3, "attention_bias": True, "layer_types":
+        ["sliding_attention", "sliding_attention", "full_attention"]}),
+    # Queries grow from position 32 on.
+    "ministral3": ("Ministral3",
+        {**WIDE, "head_dim": 16, **rope("yarn", **YARN | {"original_max_position_embeddings": 16},
+        llama_4_scaling_beta=0.6, mscale=1.0, mscale_all_dim=1.0)}),
+    "ernie4.5-moe": ("Ernie4_5_Moe",
+        {**WIDE, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "num_hidden_layers": 4,
+        "moe_num_shared_experts": 2, "moe_layer_end_index": 2}),
+    "hunyuan": ("HunYuanDenseV1",
+        {**WIDE, "head_dim": 16, **rope("dynamic", alpha=50.0, factor=1.0), "attention_bias": True}),
+    "granite": ("Granite", {**GRANITE, "mlp_bias": True}),
     "gemma": ("Gemma", {"head_dim": 12}),
     "gemma-mqa": ("Gemma", {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 1}),
     # Caps that matter: scores and logits of these models are of their size.
@@ -140,27 +148,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 64, "num_key_value_heads": 1, "sliding_window": 9, "layer_types":
         ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters":
         {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention":
-        {"rope_type": "yarn", "rope_theta": 10_000.0, **_YARN}}}),
-    "glm4": ("Glm4", {"head_dim": 16, **_rope("default", partial_rotary_factor=0.5)}),
+        {"rope_type": "yarn", "rope_theta": 10_000.0, **YARN}}}),
+    "glm4": ("Glm4", {"head_dim": 16, **rope("default", partial_rotary_factor=0.5)}),
     "glm4-whole-rotary": ("Glm4",
         {"head_dim": 32, "hidden_size": 64, "num_key_value_heads": 1, "attention_bias": False,
-        **_rope("default", partial_rotary_factor=1.0)}),
-    "granite": ("Granite",
-        {"hidden_size": 64, "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3,
-        "attention_multiplier": 0.15, "mlp_bias": True}),
+        **rope("default", partial_rotary_factor=1.0)}),
     # Sinks, and windows in every other layer.
     "gpt-oss": ("GptOss",
         {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 9, **_rope("yarn", **_YARN, truncate=False)}),
-    # Variants of own families that only transformers computes.
-    "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
+        "num_experts_per_tok": 2, "sliding_window": 9, **rope("yarn", **YARN, truncate=False)}),
+    # Families and variants of own families that only transformers computes.
+    "persimmon": ("Persimmon", {"num_key_value_heads": None}),
+    "llama-rope-dynamic": ("Llama", rope("dynamic", factor=2.0)),
     "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
 }
 _DELTA = {
     "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    **_rope("default", partial_rotary_factor=0.25),
+    **rope("default", partial_rotary_factor=0.25),
 }
 _DELTA_EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -211,15 +217,7 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [2], "norm_topk_prob": False}),
 }
 # fmt: on
-_OWN = {
-    *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
-    *("GPT2", "GptOss", "Granite", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
-}
-OWN = [
-    name
-    for name, (prefix, _) in FAMILIES.items()
-    if prefix in _OWN and name not in ("llama-rope-dynamic", "llama-gelu")
-]
+OWN = [name for name in FAMILIES if name not in ("persimmon", "llama-rope-dynamic", "llama-gelu")]
 #: of these, those of sizes that native kernels compute
 NATIVE = [
     name
@@ -230,7 +228,8 @@ NATIVE = [
 #: families that torch's kernels compute, too: one for each kind of layers
 BY_TORCH = [
     *("llama-gqa-tied", "mistral-window", "gpt2-wide", "gemma2", "gemma3", "gemma4-shared", "gemma4-experts"),
-    *("olmo2", "glm4", "gpt-oss", "qwen3-moe-mixed", "lfm2", "qwen3.5"),
+    *("olmo2", "glm4", "gpt-oss", "qwen3-moe-mixed", "lfm2", "qwen3.5", "granite", "cohere2", "gpt-neox"),
+    *("ministral3", "hunyuan", "ernie4.5-moe", "opt"),
 ]
 #: (family, kernels) in engines: every family by native kernels where these can compute it
 IN_ENGINES = [
@@ -238,11 +237,18 @@ IN_ENGINES = [
     *((name, "native") for name in RECURRENT),
     *((name, "sdpa") for name in BY_TORCH if name in NATIVE or name in RECURRENT),
 ]
+#: as well, of further families, by both kernels
+FURTHER_IN_ENGINES = [
+    (name, kernels)
+    for name in FURTHER
+    for kernels in ("native", "sdpa")
+    if kernels == "sdpa" or "hidden_size" in FURTHER[name][1]
+]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
     """Write a random checkpoint of a family; returns the model, in ``dtype``."""
-    prefix, changes = {**FAMILIES, **RECURRENT}[name]
+    prefix, changes = {**FAMILIES, **RECURRENT, **FURTHER}[name]
     return make_model(prefix, changes, path, seed=sum(map(ord, name)), dtype=dtype, **save)
 
 
@@ -277,6 +283,9 @@ def make_model(
                 # States that remember for about twenty tokens.
                 parameter.copy_(noise - 3)
         scale_layers(model, generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.to(dtype).save_pretrained(path, **save)
     return model
 

@@ -29,10 +29,11 @@ PAGE = 8
 #: has twice, recurrent layers, and experts beside what is adapted
 SOME = [
     *("qwen3", "llama-biases", "phi3", "glm4", "gpt2", "gemma3", "gemma4-keys", "gemma4-shared"),
-    *("qwen3-moe", "gpt-oss", "lfm2", "qwen3.5", "qwen3-next", "smollm3", "olmo2"),
+    *("qwen3-moe", "gpt-oss", "lfm2", "qwen3.5", "qwen3-next", "smollm3", "olmo2", "granite", "cohere2"),
+    *("gpt-neox", "opt", "ernie4.5-moe"),
 ]
 #: of transformers' own code
-FOREIGN = ["opt", "gpt-neox", "phi", "llama-rope-dynamic"]
+FOREIGN = ["persimmon", "opt-350m", "cohere-norms", "llama-rope-dynamic"]
 
 
 class Trained(NamedTuple):

@@ -48,7 +48,7 @@ def test_numbers_that_no_code_of_ours_needs_are_left_to_transformers(stated: dic
         ),
         # Of these, all memory would be taken.
         (
-            {"model_type": "opt", "num_hidden_layers": 10**9},
+            {"model_type": "bloom", "num_hidden_layers": 10**9},
             "num_hidden_layers in config.json must be 10000 at most",
         ),
         ({"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [64, 10**12]}, "moe_intermediate_size"),

@@ -40,6 +40,7 @@ SPARSE = {
 }  # fmt: skip
 #: what native kernels compute as a whole: inner sizes of the others' experts are no multiples of 16
 WHOLE = [family for family in NATIVE if family not in ("qwen3-moe", "qwen3-moe-window")]
+BUFFERS = ("layer_scalar", "e_score_correction_bias")
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 
@@ -61,8 +62,9 @@ def test_who_runs_what(checkpoint: Checkpoint, family: str) -> None:
         lengths = {"longrope": 128, "linear": 512}
         assert spec.max_model_len == lengths.get(family.rpartition("-")[2], 256)
         # transformers has the factors of Gemma 4's layers in buffers.
-        scales = 0 if force else sum("layer_scalar" in name for name, _ in oracle.named_buffers())
-        assert spec.num_parameters == sum(parameter.numel() for parameter in oracle.parameters()) + scales
+        buffers = [tensor for name, tensor in oracle.named_buffers() if name.endswith(BUFFERS)]
+        tensors = [*oracle.parameters(), *([] if force else buffers)]
+        assert spec.num_parameters == sum(tensor.numel() for tensor in tensors)
 
 
 def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,8 @@ from aioinfer.model.kernels import AttentionBackend
 from aioinfer.model.loader import load_model
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
-from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB
+from tests.model.checkpoints import FURTHER_IN_ENGINES, IN_ENGINES, RECURRENT, VOCAB
+from tests.model.further_families import FURTHER
 from tests.model.harness import Driver, attention_for, build_batch, require
 from tests.model.kernels import kernels_or_skip
 from tests.tiers import SLOW_MODEL, nightly, points
@@ -25,13 +26,19 @@ Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
 NEW = 10
 KERNELS: list[AttentionBackend] = ["sdpa", "native"]
-ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2-wide", "opt"]
+ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2-wide", "opt", "gpt-neox", "granite"]
+ROUNDED += ["cohere2", "hunyuan", "ministral3"]
 ROUNDED += ["gemma2", "gemma3", "gemma4-shared", "gemma4-keys", "olmo2", "olmo3", "glm4", "smollm3"]
 #: of those with experts, rounding changes the choice
 ROUNDED += [name for name in RECURRENT if "moe" not in name and name != "qwen3-next"]
 BY_TRITON = ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss"]
 BY_TRITON += ["gemma4-shared", "qwen3-moe", "gemma4-experts"]
 ROUNDED_IN_ENGINES = [pair for pair in IN_ENGINES if pair[0] in ROUNDED]
+FURTHER_ROUNDED = [
+    (name, kernels)
+    for name, kernels in FURTHER_IN_ENGINES
+    if not any("experts" in field for field in FURTHER[name][1])
+]
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = (23, 1, 14, 40)) -> list[list[int]]:
@@ -64,7 +71,9 @@ def oracle_hidden(oracle: Any, ids: list[int]) -> torch.Tensor:
     return hidden
 
 
-@pytest.mark.parametrize(("family", "kernels"), points(IN_ENGINES[::2], IN_ENGINES[1::2]))
+@pytest.mark.parametrize(
+    ("family", "kernels"), points(IN_ENGINES[::2], [*IN_ENGINES[1::2], *FURTHER_IN_ENGINES])
+)
 def test_ids_equal_generate_and_every_logit_and_hidden_state_is_close(
     checkpoint: Checkpoint, family: str, kernels: AttentionBackend
 ) -> None:
@@ -133,7 +142,7 @@ def test_a_step_computes_what_its_rows_ask_for(checkpoint: Checkpoint, kernels: 
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    points(ROUNDED_IN_ENGINES[::2], ROUNDED_IN_ENGINES[1::2]),
+    points(ROUNDED_IN_ENGINES[::2], [*ROUNDED_IN_ENGINES[1::2], *FURTHER_ROUNDED]),
 )
 def test_bfloat16_is_as_close_as_rounding_allows(
     checkpoint: Checkpoint, family: str, kernels: AttentionBackend

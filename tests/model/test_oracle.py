@@ -17,14 +17,15 @@ from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from tests.model.checkpoints import BY_TORCH, IN_ENGINES, OWN, VOCAB, greedy, greedy_each
+from tests.model.checkpoints import BY_TORCH, FURTHER_IN_ENGINES, IN_ENGINES, OWN, VOCAB, greedy, greedy_each
 from tests.model.harness import fill, require
-from tests.tiers import SECONDS, rest, thinned
+from tests.tiers import SECONDS, points, rest, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
 #: one of each kind of layers; the forwards of all families have tests of their own
 KINDS = [(name, kernels) for name, kernels in IN_ENGINES if name in BY_TORCH]
+KINDS = points(KINDS, FURTHER_IN_ENGINES)
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 
 
@@ -95,7 +96,9 @@ def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, fam
     assert result.token_ids == greedy(oracle, prompt, TOKENS, result.token_ids)
 
 
-@pytest.mark.parametrize("family", ["mistral-window", "gpt-oss", "gemma4-shared", "opt", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize(
+    "family", ["mistral-window", "gpt-oss", "gemma4-shared", "persimmon", "lfm2", "qwen3.5", "cohere2"]
+)
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
     """Two requests outgrow the pool together; one is retracted and computed again."""
     path, oracle = checkpoint(family)

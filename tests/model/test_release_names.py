@@ -36,7 +36,7 @@ RELEASES = [
         "PhimoeForCausalLM",
         False,
     ),
-    ("Ernie4_5_ForCausalLM", "Ernie4_5", {"head_dim": 12}, "Ernie4_5ForCausalLM", False),
+    ("Ernie4_5_ForCausalLM", "Ernie4_5", {"head_dim": 12}, "Ernie4_5ForCausalLM", True),
     ("ExaoneForCausalLM", "Exaone", {}, "LlamaForCausalLM", False),
     (
         "InternLM3ForCausalLM",
@@ -49,7 +49,7 @@ RELEASES = [
     ("LLaMAForCausalLM", "Llama", {}, "LlamaForCausalLM", True),
     ("QWen2ForCausalLM", "Qwen2", {}, "Qwen2ForCausalLM", True),
     (None, "Llama", {}, "LlamaForCausalLM", True),
-    (None, "Cohere", {}, "CohereForCausalLM", False),
+    (None, "Persimmon", {}, "PersimmonForCausalLM", False),
 ]
 
 

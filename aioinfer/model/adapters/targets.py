@@ -23,6 +23,7 @@ _FIXED = {
     "experts": "experts are not adapted",
     "shared_expert": "shared experts are not adapted",
     "shared_experts": "shared experts are not adapted",
+    "shared_mlp": "shared experts are not adapted",
     "shared_expert_gate": "shared experts are not adapted",
     "router": "routers are not adapted",
     "gate": "routers are not adapted",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, shown
 from aioinfer.model import rope
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.blocks import Blocks
@@ -21,7 +22,7 @@ from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mixers.short_conv import CausalConv
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
-from aioinfer.model.moe.sparse import GATE_UP_DOWN, SparseMLP, StoredExperts
+from aioinfer.model.moe.sparse import GATE_UP_DOWN, TOGETHER, SparseMLP, StoredExperts
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
@@ -30,13 +31,16 @@ from aioinfer.model.weights import StoredMatrix, Weights
 
 __all__ = [
     *("Family", "NormWeight", "Source"),
-    *("build_decoder", "expert_middle", "expert_shape", "factor", "head_dim", "inner_sizes", "kv_heads"),
-    *("norm_eps", "own"),
+    *("build_decoder", "expert_count", "expert_middle", "expert_shape", "factor", "head_dim", "inner_sizes"),
+    *("kv_heads", "norm_eps", "own"),
 ]
 
 #: Endings of the names of tensors that follow from the config: rotary frequencies in old checkpoints, and the
-#: masks of GPT-2.
-_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+#: masks of GPT-2 and GPT-NeoX.
+_BUFFERS = (
+    "rotary_emb.inv_freq",
+    *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
+)
 
 
 #: How a norm's weight is stored: as the factor of values that are rounded first (Llama), as their factor
@@ -98,21 +102,25 @@ class Source:
         gate: Gate = "silu",
         *,
         bias: bool = False,
-        fused: bool = False,
         shared: bool = False,
-        names: tuple[str, str, str] = GATE_UP_DOWN,
+        names: tuple[str, ...] = GATE_UP_DOWN,
     ) -> FeedForward:
-        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``fused``: gate and
-        up are one tensor; ``shared``: it is the shared expert of a mixture; ``names``: of the tensors of
-        gate, up and down."""
+        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``shared``: it is the
+        shared expert of a mixture; ``names``: of the tensors of gate, up and down, or of both and down."""
         weights, hidden = self.weights, self.config.hidden_size
-        both, rows = [f"{prefix}.{name}" for name in names[:2]], [middle, middle]
-        if fused:
-            name = "gate_up_proj" if names is GATE_UP_DOWN else names[0]
-            both, rows = [f"{prefix}.{name}"], [2 * middle]
-        gate_up = StoredMatrix(weights, both, rows, hidden, bias=bias)
-        down = StoredMatrix(weights, [f"{prefix}.{names[2]}"], [hidden], middle, bias=bias)
+        both, rows = [f"{prefix}.{name}" for name in names[:-1]], [2 * middle // (len(names) - 1)]
+        gate_up = StoredMatrix(weights, both, rows * len(both), hidden, bias=bias)
+        down = StoredMatrix(weights, [f"{prefix}.{names[-1]}"], [hidden], middle, bias=bias)
         return self.kernels.gated_mlp(gate_up, down, gate, shared=shared)
+
+    def plain_mlp(
+        self, prefix: str, names: tuple[str, str], middle: int, gate: Gate, *, bias: bool
+    ) -> FeedForward:
+        """The feed-forward part without gates under ``prefix``, of ``middle`` inner dimensions."""
+        weights, hidden = self.weights, self.config.hidden_size
+        up = StoredMatrix(weights, [f"{prefix}.{names[0]}"], [middle], hidden, bias=bias)
+        down = StoredMatrix(weights, [f"{prefix}.{names[1]}"], [hidden], middle, bias=bias)
+        return self.kernels.plain_mlp(up, down, gate)
 
     def sparse(
         self,
@@ -120,34 +128,46 @@ class Source:
         prefix: str,
         shared: FeedForward | None = None,
         names: tuple[str, str, str] = GATE_UP_DOWN,
+        together: tuple[str, str] = TOGETHER,
     ) -> SparseMLP:
         """The feed-forward part with the experts under ``prefix``; ``names``: of the tensors of gate, up and
-        down."""
+        down; ``together``: of those of all experts, gate and up in one."""
         config = self.config
-        sizes = config.num_experts, config.hidden_size, expert_middle(config)
-        return self.kernels.sparse(rule, StoredExperts(self.weights, prefix, *sizes, names), shared)
+        sizes = expert_count(config), config.hidden_size, expert_middle(config)
+        stored = StoredExperts(self.weights, prefix, *sizes, names, together=together)
+        return self.kernels.sparse(rule, stored, shared)
 
     def sigmoid_rule(self, prefix: str, bias: str | None, **rule: Any) -> GroupedSigmoidRouter:
         """The rule from the tensor ``prefix``.gate.weight and that of a bias. Small differences of scores
         decide: they are computed in float32 for models of any dtype. ``rule``: its other fields. Raises
-        ValueError for groups that do not fit."""
+        ConfigError for groups that do not fit."""
         config, float32 = self.config, {"dtype": torch.float32}
-        count = config.num_experts
+        count = expert_count(config)
         gate = self.weights.take(f"{prefix}.gate.weight", (count, config.hidden_size), **float32)
         added = None if bias is None else self.weights.take(f"{prefix}.{bias}", (count,), **float32)
-        scale, chosen = config.routed_scaling_factor, config.num_experts_per_tok
-        return GroupedSigmoidRouter(gate, added, chosen, scale=scale, **rule)
+        scale, chosen = factor(config, "routed_scaling_factor"), config.num_experts_per_tok
+        try:
+            return GroupedSigmoidRouter(gate, added, chosen, scale=scale, **rule)
+        except ValueError as error:
+            raise ConfigError(f"model: {config.architectures[0]} cannot choose {error}") from error
 
     def norm(self, name: str, stored: NormWeight = "rounded") -> Norm:
         """The root mean square norm of the residual from the tensor ``name``."""
         weight = self._norm_weight(name, self.config.hidden_size, stored)
         return Norm(weight, norm_eps(self.config))
 
+    def layer_norm(self, name: str, *, bias: bool = True, offset: bool = False) -> Norm:
+        """The layer norm of the residual; ``offset``: the tensor ``name`` is its weight less one."""
+        size = (self.config.hidden_size,)
+        weight = self.weights.take(f"{name}.weight", size)
+        added = self.weights.take(f"{name}.bias", size) if bias else torch.zeros_like(weight)
+        return Norm(weight + 1 if offset else weight, norm_eps(self.config), added)
+
     def head_norm(
-        self, query: str, key: str, stored: NormWeight = "rounded", *, whole: bool = False
+        self, query: str, key: str, stored: NormWeight = "rounded", *, whole: bool = False, last: bool = False
     ) -> HeadNorm:
         """The norm of each head's query and key, from the tensors ``query`` and ``key`` [head_dim];
-        ``whole``: of all heads as one vector, from [heads * head_dim]."""
+        ``whole``: of all heads as one vector, from [heads * head_dim]; ``last``: once heads are rotated."""
         config, size = self.config, head_dim(self.config)
         norms = []
         for name, heads in ((query, config.num_attention_heads), (key, kv_heads(config))):
@@ -155,7 +175,7 @@ class Source:
                 norms.append(self._norm_weight(name, heads * size, stored).view(heads, size))
             else:
                 norms.append(self._norm_weight(name, size, stored).expand(heads, -1))
-        return HeadNorm(torch.cat(norms), norm_eps(config), whole)
+        return HeadNorm(torch.cat(norms), norm_eps(config), whole, last)
 
     def _norm_weight(self, name: str, size: int, stored: NormWeight) -> torch.Tensor:
         dtype = None if stored == "rounded" else torch.float32
@@ -205,7 +225,7 @@ class Family(Protocol):
         """Whether layers keep a state instead of keys and values."""
         return False
 
-    def unread(self, name: str) -> bool:
+    def unread(self, config: Any, name: str) -> bool:
         """Whether a tensor of a checkpoint belongs to a part that is not computed here."""
         return False
 
@@ -216,6 +236,14 @@ class Family(Protocol):
     def words(self, names: Container[str]) -> str:
         """Name of the token embedding, without ".weight", in a checkpoint with tensors of these names."""
         return "model.embed_tokens"
+
+    def head(self, names: Container[str]) -> str:
+        """Name of a head of its own, as :meth:`words`."""
+        return "lm_head"
+
+    def head_bias(self, config: Any) -> bool:
+        """Whether a head of its own has a bias."""
+        return False
 
     def embedding(self, source: Source) -> Embedding:
         """Operations on the vectors of tokens."""
@@ -259,10 +287,10 @@ def build_decoder(
     positions = rope.longest(config)
     source = Source(config, weights, kernels, blocks.size if blocks else 1, device, positions)
     vocabulary, hidden = config.vocab_size, config.hidden_size
-    name = family.words(weights)
-    if config.tie_word_embeddings and f"{name}.weight" not in weights and "lm_head.weight" in weights:
+    name, own_head = family.words(weights), family.head(weights)
+    if config.tie_word_embeddings and f"{name}.weight" not in weights and f"{own_head}.weight" in weights:
         # Stored once, under the name of the head.
-        name = "lm_head"
+        name = own_head
     words = StoredMatrix(weights, [name], [vocabulary], hidden)
     every = (family.layer(source, index) for index in range(config.num_hidden_layers))
     layers = [layer for layer in every if layer is not None]
@@ -276,9 +304,13 @@ def build_decoder(
         family.logit_scale(config),
     )
     # Some configs say so of a head of its own; as in transformers, the weights decide.
-    tied = config.tie_word_embeddings and not weights.differs("lm_head.weight", f"{name}.weight")
-    head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
-    weights.check_all_taken([*_BUFFERS, "lm_head.weight"] if tied else _BUFFERS, family.unread)
+    tied = config.tie_word_embeddings and not weights.differs(f"{own_head}.weight", f"{name}.weight")
+    head = words
+    if not tied:
+        head = StoredMatrix(weights, [own_head], [vocabulary], hidden, bias=family.head_bias(config))
+        head.declare_biases()
+    ignored = [*_BUFFERS, f"{own_head}.weight"] if tied else _BUFFERS
+    weights.check_all_taken(ignored, partial(family.unread, config))
     spec = ModelSpec(
         architecture=config.architectures[0],
         num_layers=config.num_hidden_layers,
@@ -302,6 +334,18 @@ def build_decoder(
 def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:
     """(hidden size, inner size) of the experts; None if no layer has experts. Raises ConfigError."""
     return (config.hidden_size, expert_middle(config)) if family.sparse_layers(config) else None
+
+
+def expert_count(config: Any) -> int:
+    """Number of experts of a layer. Raises ConfigError."""
+    kind = type(config)
+    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if hasattr(kind, name) or name in kind.attribute_map:
+            count = getattr(config, name)
+            if type(count) is int or count is None:
+                return count or 0
+            raise ConfigError(f"model: {name} of the config must be a number, got {shown(count)}")
+    return 0
 
 
 def expert_middle(config: Any) -> int:
@@ -330,7 +374,9 @@ def factor(config: Any, name: str) -> float:
 
 def norm_eps(config: Any) -> float:
     """Summand of the mean square of a norm."""
-    eps: float = own(config, "rms_norm_eps") or own(config, "layer_norm_epsilon") or config.norm_eps
+    names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    # OPT states none, and has that of torch.
+    eps: float = next(filter(None, (own(config, name) for name in names)), 1e-5)
     return eps
 
 
@@ -342,5 +388,5 @@ def head_dim(config: Any) -> int:
 
 def kv_heads(config: Any) -> int:
     """Number of heads of keys and values; that of queries if the config does not state it."""
-    count: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    count: int = own(config, "num_key_value_heads") or config.num_attention_heads
     return count

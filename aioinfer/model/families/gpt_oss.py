@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from aioinfer.model.families.base import NormWeight, Source
-from aioinfer.model.families.llama import LlamaLike
+from aioinfer.model.families.mixture import Mixture
 from aioinfer.model.gates import LIMIT, STEEPNESS, Gate
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
@@ -64,11 +64,10 @@ class AlternatingExperts(StoredExperts):
 
 
 @dataclass(frozen=True, slots=True)
-class GptOss(LlamaLike):
+class GptOss(Mixture):
     """gpt-oss."""
 
     norm_weight: NormWeight = "exact"
-    experts: Literal["none", "config", "all"] = "all"
 
     def unsupported_reason(self, config: Any) -> str | None:
         # Transformers 5.17 has no such fields, and computes these.
@@ -76,10 +75,10 @@ class GptOss(LlamaLike):
         limit = getattr(config, "swiglu_limit", LIMIT)
         if (steepness, limit) != (STEEPNESS, LIMIT):
             return f"gates of steepness {steepness} up to {limit}"
-        return LlamaLike.unsupported_reason(self, config)
+        return Mixture.unsupported_reason(self, config)
 
     def _attention(self, source: Source, index: int) -> SelfAttention:
-        attention = LlamaLike._attention(self, source, index)
+        attention = Mixture._attention(self, source, index)
         name, heads = f"model.layers.{index}.self_attn.sinks", source.config.num_attention_heads
         attention.sinks = source.weights.take(name, (heads,), dtype=torch.float32)
         return attention

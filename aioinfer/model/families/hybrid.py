@@ -42,7 +42,9 @@ def unsupported_steps(config: Any, heads: MambaHeads, size: int) -> str | None:
         size: positions of its convolutions.
     """
     if heads.heads % heads.groups:
-        raise ConfigError(f"model: {heads.heads} heads of a state space do not divide into {heads.groups} groups")
+        raise ConfigError(
+            f"model: {heads.heads} heads of a state space do not divide into {heads.groups} groups"
+        )
     if not 2 <= size <= LONGEST:
         return f"convolutions over {size} positions"
     limit = own(config, "time_step_limit")
@@ -182,9 +184,9 @@ class GraniteHybrid(Bamba):
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, at = source.config, f"model.layers.{index}"
         sparse = index in self.sparse_layers(config)
-        names = ("input_linear", "input_linear", "output_linear")
+        names = ("input_linear", "output_linear")
         expert = source.gated_mlp(
-            f"{at}.shared_mlp", config.shared_intermediate_size, fused=True, shared=sparse, names=names
+            f"{at}.shared_mlp", config.shared_intermediate_size, shared=sparse, names=names
         )
         return expert
 

@@ -90,7 +90,4 @@ def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:
     # A single expert keeps its score as its weight.
     normalize = config.norm_topk_prob and config.num_experts_per_tok > 1
     bias = "gate.expert_bias" if config.moe_router_enable_expert_bias else None
-    try:
-        return source.sigmoid_rule(prefix, bias, normalize=normalize, **groups)
-    except ValueError as error:
-        raise ConfigError(f"model: {config.architectures[0]} cannot choose {error}") from error
+    return source.sigmoid_rule(prefix, bias, normalize=normalize, **groups)

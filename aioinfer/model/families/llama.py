@@ -1,10 +1,11 @@
-"""Llama and its variants: Mistral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, SmolLM3, OLMo 2 and 3, GLM-4, SDAR.
+"""Llama and its variants: Mistral, Qwen, Phi, OLMo, GLM-4, Granite, Cohere, EXAONE 4, and more.
 
-They differ in biases, norms of queries and keys (of each head: Qwen3, of all heads: OLMo), norms after the
-parts of a layer (OLMo, GLM-4), attention windows (Mistral, some Qwen layers, OLMo 3), layers without rotation
-(SmolLM3), rotated pairs that are side by side (GLM-4), experts instead of one feed-forward part (Qwen3-MoE),
-fused projections (Phi-3, Phi-4, GLM-4), and blocks (SDAR, arXiv 2510.06303: a Qwen3 trained further to
-denoise blocks). A tensor that the family requires and the checkpoint lacks is an error.
+They differ in biases, norms of queries and keys (of each head: Qwen3, of all heads: OLMo, once they are
+rotated: Hunyuan), norms after the parts of a layer (OLMo, GLM-4), layer norms (StarCoder2, Cohere), parts
+that read the same residual (Cohere, Phi), attention windows (Mistral, OLMo 3), layers without rotation
+(SmolLM3, EXAONE 4), rotated pairs that are side by side (GLM-4), feed-forward parts without gates
+(StarCoder2), fused projections (Phi-3), factors (Granite), and blocks (SDAR, arXiv 2510.06303: a Qwen3
+trained further to denoise blocks). A tensor that the family requires and the checkpoint lacks is an error.
 """
 
 from __future__ import annotations
@@ -19,19 +20,24 @@ from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family, NormWeight, Source, factor, head_dim, kv_heads, own
-from aioinfer.model.gates import CONFIG_GATES
+from aioinfer.model.gates import CONFIG_GATES, PLAIN_GATES
+from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layer import Embedding, Layer
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import Mixer
-from aioinfer.model.mixers.self_attention import SelfAttention
+from aioinfer.model.mixers.self_attention import Growth, SelfAttention
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.routing import SoftmaxRouter
+from aioinfer.model.moe.sparse import GATE_UP_DOWN
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 
-__all__ = ["POST_NORMS", "SANDWICH_NORMS", "LayerNorms", "LlamaLike"]
+__all__ = ["POST_NORMS", "SANDWICH_NORMS", "Biases", "LayerNorms", "LlamaLike"]
 
-_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_WINDOW = "sliding_attention"
+_LAYER_TYPES = frozenset({"full_attention", _WINDOW})
+#: which projections have biases: none, those of queries, keys and values, these as the config states, all as
+#: it states, or all
+Biases = Literal["none", "qkv", "qkv-config", "config", "all"]
 
 
 class LayerNorms(NamedTuple):
@@ -57,28 +63,41 @@ SANDWICH_NORMS = LayerNorms(
 class LlamaLike(Family):
     """Llama-like families, by their differences."""
 
-    #: biases of the attention's projections: none, those of queries, keys and values, these as the config
-    #: states, or all of them as it states
-    attention_bias: Literal["none", "qkv", "qkv-config", "config"] = "none"
-    #: whether the config states if the feed-forward part has biases; else it has none
-    mlp_bias: bool = False
-    #: whether queries and keys are normed: each head by itself, or all heads as one vector
-    qk_norm: Literal["none", "heads", "whole"] = "none"
+    attention_bias: Biases = "none"
+    #: whether the projections of the feed-forward part have biases, or the config states it
+    mlp_bias: Literal["none", "config", "all"] = "none"
+    #: whether queries and keys are normed: each head by itself, as the config states, all heads as one
+    #: vector, or each head once it is rotated
+    qk_norm: Literal["none", "heads", "config", "whole", "rotated"] = "none"
     #: how the weights of norms are stored
     norm_weight: NormWeight = "rounded"
+    #: whether norms of the residual are layer norms, with biases or without
+    layer_norm: Literal["none", "biased", "plain"] = "none"
     norms: LayerNorms = PRE_NORMS
+    #: whether both parts of a layer read the norm of the same residual, or the config states it
+    parallel: Literal["none", "config", "all"] = "none"
     #: layers with the config's attention window: none, all, or those that the config names
     windows: Literal["none", "all", "config"] = "none"
-    #: layers with experts: none, those that the config states, or all
-    experts: Literal["none", "config", "all"] = "none"
+    #: whether, of a config that names layers with windows, only these are rotated
+    local_rotary: bool = False
+    #: whether queries may grow with their position
+    growing: bool = False
+    #: whether logits are multiplied by the config's logits_scaling, not divided by it
+    multiplied_logits: bool = False
     #: whether queries, keys and values are one tensor
     fused_qkv: bool = False
-    #: whether gate and up are one tensor
-    fused_mlp: bool = False
+    #: names of the tensors of gate, up and down, or of both and down
+    gated_names: tuple[str, ...] = GATE_UP_DOWN
+    #: names of the two tensors of a feed-forward part without gates; None: it has some
+    plain_names: tuple[str, str] | None = None
     #: whether the config may have a part of each head rotated only
     partial_rotary: bool = False
     #: whether the dimensions that are rotated together are 2i and 2i + 1, not i and i + half
     interleaved_rotary: bool = False
+    #: names of the projection behind the attention and of the last norm, whether a head has a bias
+    out_name: str = "o_proj"
+    last_norm: str = "norm"
+    biased_head: bool = False
     blocks: Blocks | None = None
     #: the config's names of the layers that there are
     layer_types: frozenset[str] = _LAYER_TYPES
@@ -87,52 +106,61 @@ class LlamaLike(Family):
         if not rope.supported(config, head_dim(config), partial=self.partial_rotary):
             return "its kind of rotary positions"
         activation, rotated = self._activation(config), own(config, "no_rope_layers")
-        if activation not in CONFIG_GATES:
+        if activation not in (PLAIN_GATES if self.plain_names else CONFIG_GATES):
             return f"the activation {activation}"
-        if self._has_experts(config) and CONFIG_GATES[activation] != "silu":
-            return f"experts with the activation {activation}"
         if rotated and len(rotated) < config.num_hidden_layers:
             found = f"{len(rotated)} entries for {config.num_hidden_layers} layers"
             raise ConfigError(f"model: no_rope_layers of the config has {found}")
+        for name, has in (("use_qk_norm", self.qk_norm), ("use_bias", self.attention_bias)):
+            if has == "none" and own(config, name):
+                return name
+        for name in ("clip_qkv", "qk_layernorm"):
+            if own(config, name):
+                return name
+        if self.biased_head and config.tie_word_embeddings:
+            return "a tied head with a bias"
         other = set(getattr(config, "layer_types", None) or ()) - self.layer_types
         return f"layers of {', '.join(sorted(other))}" if other else None
 
-    def _has_experts(self, config: Any) -> bool:
-        return self.experts == "all" or (self.experts == "config" and bool(config.num_experts))
-
-    def sparse_layers(self, config: Any) -> frozenset[int]:
-        if not self._has_experts(config):
-            return frozenset()
-        chosen, step, dense = config.num_experts_per_tok, 1, ()
-        if self.experts == "config":
-            step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
-        if step < 1 or not 1 <= chosen <= config.num_experts:
-            raise ConfigError(f"model: {chosen} of {config.num_experts} experts in every {step}th layer")
-        return frozenset(range(step - 1, config.num_hidden_layers, step)) - frozenset(dense)
+    def head_bias(self, config: Any) -> bool:
+        return self.biased_head
 
     def embedding(self, source: Source) -> Embedding:
         return Embedding(scale=factor(source.config, "embedding_multiplier"))
 
     def logit_scale(self, config: Any) -> float:
-        return factor(config, "logit_scale") / factor(config, "logits_scaling")
+        scaling = factor(config, "logits_scaling")
+        return factor(config, "logit_scale") * (scaling if self.multiplied_logits else 1 / scaling)
 
     def final_norm(self, source: Source) -> Norm:
-        return source.norm("model.norm", self.norm_weight)
+        return self._norm(source, f"model.{self.last_norm}")
 
     def layer(self, source: Source, index: int) -> Layer:
-        prefix = f"model.layers.{index}"
+        config, names = source.config, self.norms
+        parallel = self.parallel == "all" or (self.parallel == "config" and config.use_parallel_residual)
+        if parallel:
+            names = names._replace(mlp=None)
+        if own(config, "use_post_norm") is False:
+            names = names._replace(attention_post=None, mlp_post=None)
         norms = [
-            None if name is None else source.norm(f"{prefix}.{name}", self.norm_weight) for name in self.norms
+            None if name is None else self._norm(source, f"model.layers.{index}.{name}") for name in names
         ]
         return Layer(
             mixer_norm=norms[0],
             mixer=self._mixer(source, index),
             mixer_post_norm=norms[1],
-            mlp_norm=norms[2],
+            mlp_norm=norms[0] if parallel else norms[2],
             mlp=self._mlp(source, index),
             mlp_post_norm=norms[3],
-            part_scale=factor(source.config, "residual_multiplier"),
+            parallel=parallel,
+            part_scale=factor(config, "residual_multiplier"),
         )
+
+    def _norm(self, source: Source, name: str) -> Norm:
+        if self.layer_norm == "none":
+            return source.norm(name, self.norm_weight)
+        offset = self.norm_weight == "offset"
+        return source.layer_norm(name, bias=self.layer_norm == "biased", offset=offset)
 
     def _mixer(self, source: Source, index: int) -> Mixer:
         return self._attention(source, index)
@@ -140,18 +168,23 @@ class LlamaLike(Family):
     def _attention(self, source: Source, index: int) -> SelfAttention:
         at = f"model.layers.{index}.self_attn"
         qkv, out = self._projections(source, at)
-        qk_norm = None
-        if self.qk_norm != "none":
-            names = f"{at}.q_norm", f"{at}.k_norm"
-            qk_norm = source.head_norm(*names, self.norm_weight, whole=self.qk_norm == "whole")
         return source.attention(
             index,
             qkv=qkv,
-            qk_norm=qk_norm,
+            qk_norm=self._head_norm(source, at),
             rope=self._rope(source, index),
             params=self._attention_params(source, index),
+            growth=_growth(source.config) if self.growing else None,
             out=out,
         )
+
+    def _head_norm(self, source: Source, at: str) -> HeadNorm | None:
+        kind = self.qk_norm
+        if kind == "none" or (kind == "config" and not source.config.use_qk_norm):
+            return None
+        if kind == "rotated":
+            return source.head_norm(f"{at}.query_layernorm", f"{at}.key_layernorm", last=True)
+        return source.head_norm(f"{at}.q_norm", f"{at}.k_norm", self.norm_weight, whole=kind == "whole")
 
     def _projections(self, source: Source, at: str) -> tuple[Linear, Linear]:
         """To queries, keys and values, and back to the residual."""
@@ -161,20 +194,25 @@ class LlamaLike(Family):
             config.num_attention_heads * size,
             kv_heads(config) * size,
         )
-        every = self.attention_bias == "config" and config.attention_bias
-        some = self.attention_bias == "qkv-config" and config.attention_bias
+        stated = _states(config, "attention_bias", "use_bias", "qkv_bias", "use_qkv_bias")
+        every = self.attention_bias == "all" or (self.attention_bias == "config" and stated)
+        some = self.attention_bias == "qkv" or (self.attention_bias == "qkv-config" and stated)
         names, rows = [f"{at}.{name}_proj" for name in "qkv"], [q_rows, kv_rows, kv_rows]
         if self.fused_qkv:
             names, rows = [f"{at}.qkv_proj"], [sum(rows)]
         order = _halves_apart(config) if self.interleaved_rotary else None
-        bias = every or some or self.attention_bias == "qkv"
-        qkv = source.linear(names, rows, hidden, bias=bias, order=order)
-        return qkv, source.linear([f"{at}.o_proj"], [hidden], q_rows, bias=every)
+        qkv = source.linear(names, rows, hidden, bias=every or some, order=order)
+        bias = every or _states(config, "attention_out_bias")
+        return qkv, source.linear([f"{at}.{self.out_name}"], [hidden], q_rows, bias=bias)
 
     def _rope(self, source: Source, index: int) -> Rope | None:
         """The rotation of a layer; SmolLM3 states the layers that have one."""
-        rotated = own(source.config, "no_rope_layers")
-        return source.rope(index) if not rotated or rotated[index] else None
+        config, rotated = source.config, own(source.config, "no_rope_layers")
+        if rotated and not rotated[index]:
+            return None
+        if self.local_rotary and config.sliding_window and config.layer_types[index] != _WINDOW:
+            return None
+        return source.rope(index)
 
     def _attention_params(self, source: Source, index: int) -> AttentionParams:
         scale = own(source.config, "attention_multiplier") or head_dim(source.config) ** -0.5
@@ -182,12 +220,16 @@ class LlamaLike(Family):
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
-        if index not in self.sparse_layers(config):
-            bias, gate = self.mlp_bias and config.mlp_bias, CONFIG_GATES[self._activation(config)]
-            return source.gated_mlp(prefix, config.intermediate_size, gate, bias=bias, fused=self.fused_mlp)
-        gates = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))
-        rule = SoftmaxRouter(gates, config.num_experts_per_tok, config.norm_topk_prob)
-        return source.sparse(rule, f"{prefix}.experts")
+        stated = self.mlp_bias == "config" and _states(config, "mlp_bias", "use_bias")
+        bias, activation, middle = (
+            self.mlp_bias == "all" or stated,
+            self._activation(config),
+            config.intermediate_size,
+        )
+        if self.plain_names is not None:
+            return source.plain_mlp(prefix, self.plain_names, middle, PLAIN_GATES[activation], bias=bias)
+        gate = CONFIG_GATES[activation]
+        return source.gated_mlp(prefix, middle, gate, bias=bias, names=self.gated_names)
 
     def _activation(self, config: Any) -> str:
         name: str = config.hidden_act
@@ -197,10 +239,27 @@ class LlamaLike(Family):
         """Length of the layer's attention window in positions; None for none."""
         if self.windows == "none":
             return None
-        if self.windows == "config" and config.layer_types[index] != "sliding_attention":
+        if self.windows == "config" and config.layer_types[index] != _WINDOW:
             return None
         window: int | None = config.sliding_window
         return window or None
+
+
+def _states(config: Any, *names: str) -> bool:
+    """Whether one of these fields of the config's class is set."""
+    return any(own(config, name) for name in names)
+
+
+def _growth(config: Any) -> Growth | None:
+    """Raises ConfigError for growth from no length on."""
+    parameters = config.rope_parameters
+    rate, length = (
+        parameters.get("llama_4_scaling_beta"),
+        parameters.get("original_max_position_embeddings"),
+    )
+    if rate and not length:
+        raise ConfigError("model: llama_4_scaling_beta needs original_max_position_embeddings beside it")
+    return Growth(float(rate), length) if rate else None
 
 
 def _halves_apart(config: Any) -> torch.Tensor:

@@ -20,7 +20,6 @@ from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.mamba2 import MambaHeads
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
-from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["NemotronH"]
 
@@ -54,7 +53,7 @@ class NemotronH(Family):
         sizes = [config.hidden_size, heads.head_dim, heads.state_size, heads.values // heads.groups]
         return [*sizes, config.intermediate_size] if _MLP in config.layer_types else sizes
 
-    def unread(self, name: str) -> bool:
+    def unread(self, config: Any, name: str) -> bool:
         """Whether a tensor belongs to the layers that predict further tokens."""
         return name.startswith("mtp.")
 
@@ -103,10 +102,8 @@ class NemotronH(Family):
 
     def _mlp(self, source: Source, at: str) -> FeedForward:
         config, gate = source.config, PLAIN_GATES[source.config.mlp_hidden_act]
-        hidden, middle, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        up = StoredMatrix(source.weights, [f"{at}.up_proj"], [middle], hidden, bias=bias)
-        down = StoredMatrix(source.weights, [f"{at}.down_proj"], [hidden], middle, bias=bias)
-        return source.kernels.plain_mlp(up, down, gate)
+        names = ("up_proj", "down_proj")
+        return source.plain_mlp(at, names, config.intermediate_size, gate, bias=config.mlp_bias)
 
 
 def _heads(config: Any) -> MambaHeads:

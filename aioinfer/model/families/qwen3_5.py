@@ -9,22 +9,19 @@ Qwen3.6 has the architecture of Qwen3.5.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.pool import KVShape
-from aioinfer.model.families.base import NormWeight, Source, head_dim, inner_sizes, kv_heads
-from aioinfer.model.families.llama import LlamaLike
+from aioinfer.model.families.base import NormWeight, Source, head_dim, kv_heads
+from aioinfer.model.families.mixture import Mixture
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.delta_rule import DeltaHeads, DeltaRule
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mixers.short_conv import LONGEST
-from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.routing import SoftmaxRouter
-from aioinfer.model.moe.sparse import GatedExpert
 
 __all__ = ["Qwen3Next"]
 
@@ -32,12 +29,14 @@ _ATTENTION, _DELTA_RULE = "full_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3Next(LlamaLike):
+class Qwen3Next(Mixture):
     """Qwen3-Next and Qwen3.5."""
 
     norm_weight: NormWeight = "offset"
     partial_rotary: bool = True
     layer_types: frozenset[str] = frozenset({_ATTENTION, _DELTA_RULE})
+    experts: Literal["none", "config", "all"] = "none"
+    shared: str | None = "mlp.shared_expert"
     #: whether the projections of a layer of the delta rule are stored by key head, in two tensors; in GGUF
     #: files only the second one is
     by_key_head: bool = False
@@ -52,7 +51,7 @@ class Qwen3Next(LlamaLike):
             raise ConfigError(f"model: {values} heads of values are no multiple of {keys} heads of keys")
         if not self.kv_layers(config):
             return "no attention at all"
-        return LlamaLike.unsupported_reason(self, config)
+        return Mixture.unsupported_reason(self, config)
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
         return (KVShape(kv_heads(config), head_dim(config)),) * _types(config).count(_ATTENTION)
@@ -61,10 +60,10 @@ class Qwen3Next(LlamaLike):
         return _DELTA_RULE in _types(config)
 
     def inner_sizes(self, config: Any) -> list[int]:
-        sizes = [*inner_sizes(config), config.linear_key_head_dim, config.linear_value_head_dim]
-        return [*sizes, config.shared_expert_intermediate_size] if self.sparse_layers(config) else sizes
+        sizes = Mixture.inner_sizes(self, config)
+        return [*sizes, config.linear_key_head_dim, config.linear_value_head_dim]
 
-    def unread(self, name: str) -> bool:
+    def unread(self, config: Any, name: str) -> bool:
         """Whether a tensor belongs to the layers that predict further tokens."""
         return name.startswith("mtp.")
 
@@ -136,18 +135,6 @@ class Qwen3Next(LlamaLike):
             )
         names, rows = [f"{at}.in_proj_b", f"{at}.in_proj_a"], [heads.value_heads] * 2
         return into, source.linear(names, rows, hidden, bias=False, exact=True)
-
-    def _mlp(self, source: Source, index: int) -> FeedForward:
-        config, prefix = source.config, f"model.layers.{index}.mlp"
-        if index not in self.sparse_layers(config):
-            return source.gated_mlp(prefix, config.intermediate_size)
-        hidden, weights = config.hidden_size, source.weights
-        gates = weights.take(f"{prefix}.gate.weight", (config.num_experts, hidden))
-        rule = SoftmaxRouter(gates, config.num_experts_per_tok, getattr(config, "norm_topk_prob", True))
-        middle = config.shared_expert_intermediate_size
-        expert = source.gated_mlp(f"{prefix}.shared_expert", middle, shared=True)
-        gate = weights.take(f"{prefix}.shared_expert_gate.weight", (1, hidden))
-        return source.sparse(rule, f"{prefix}.experts", GatedExpert(expert, gate))
 
 
 def _types(config: Any) -> list[str]:

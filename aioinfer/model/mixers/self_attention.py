@@ -13,7 +13,21 @@ from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import MixerStep
 from aioinfer.model.rope import Rope
 
-__all__ = ["SelfAttention"]
+__all__ = ["Growth", "SelfAttention"]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Queries grow with their position (Llama 4, Ministral 3), so that attention over more keys is as sharp:
+    ``1 + rate * log(1 + position // length)``."""
+
+    rate: float
+    #: positions
+    length: int
+
+    def of(self, positions: torch.Tensor) -> torch.Tensor:
+        """The factors, float32, at positions [T] int64."""
+        return 1 + self.rate * (1 + positions // self.length).float().log()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,8 +50,8 @@ class SelfAttention:
     sinks: torch.Tensor | None = None
     #: whether the results are multiplied by the sigmoids of gates, elementwise (Qwen3-Next)
     gated: bool = False
-    #: [positions] float32, factors of the queries (Ministral 3); None for none. Not with a norm of each head
-    query_scales: torch.Tensor | None = None
+    #: None: queries do not grow; not with a norm of each head
+    growth: Growth | None = None
     out: Linear
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
@@ -49,8 +63,8 @@ class SelfAttention:
         qkv = qkv.reshape(len(normed), heads, size)
         if norm is not None and norm.whole:
             qkv, norm = norm_projection(qkv, kv_heads, norm), None
-        if self.query_scales is not None:
-            scales = self.query_scales[step.batch.positions].to(qkv.dtype)
+        if self.growth is not None:
+            scales = self.growth.of(step.batch.positions).to(qkv.dtype)
             qkv[:, : self.num_heads] *= scales[:, None, None]
         rotary = None if self.rope is None else step.rotaries[id(self.rope)]
         if norm is not None and norm.last:

@@ -25,7 +25,8 @@ __all__ = ["NativeExperts", "NativeRouter"]
 class NativeRouter:
     """A native version of one of torch's routers; see :class:`~aioinfer.model.moe.routing.Router`.
 
-    Its weights are float32; those of a softmax have been rounded to the type of the tokens.
+    Its weights are float32; those of a softmax have been rounded to the type of the tokens, or its rule has a
+    bias of the choice.
     """
 
     __slots__ = ("dtype", "packed")
@@ -50,7 +51,7 @@ class NativeRouter:
             gated=False,
         )
         packed = PackedWeights(pool, "float32", arguments)
-        bias, scale, groups, top_groups = None, 1.0, 1, 1
+        bias, scale, groups, top_groups = getattr(rule, "balance", None), 1.0, 1, 1
         if isinstance(rule, GroupedSigmoidRouter):
             bias, scale, groups, top_groups = rule.bias, rule.scale, rule.num_groups, rule.top_groups
         bias = None if bias is None else bias.float().contiguous()

@@ -28,7 +28,7 @@ class SoftmaxRouter:
     """The most probable experts under a softmax over all experts (Qwen3-MoE; Switch Transformer, arXiv
     2101.03961, with more than one)."""
 
-    #: [num_experts, hidden]
+    #: [num_experts, hidden], in the dtype in which scores are computed
     weight: torch.Tensor
     top_k: int
     #: whether the chosen weights are scaled to a sum of 1: the same as a softmax over the chosen (gpt-oss)
@@ -37,11 +37,16 @@ class SoftmaxRouter:
     bias: torch.Tensor | None = None
     #: [num_experts] float32, factors of the weights of the chosen experts, or None (Gemma 4)
     scales: torch.Tensor | None = None
+    #: [num_experts] float32, added to the shares for the choice, which is float32 then, or None (ERNIE 4.5)
+    balance: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights are rounded to the dtype of ``hidden``, as in transformers, or float32 with scales."""
-        shares = F.linear(hidden, self.weight, self.bias).softmax(-1, dtype=torch.float32)
-        weights, experts = shares.topk(self.top_k, dim=-1)
+        scores = F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+        shares = scores.softmax(-1, dtype=torch.float32)
+        wanted = shares if self.balance is None else shares + self.balance
+        experts = wanted.topk(self.top_k, dim=-1).indices
+        weights = shares.gather(1, experts)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if self.scales is not None:

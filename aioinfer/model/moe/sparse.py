@@ -15,12 +15,14 @@ from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
 from aioinfer.model.weights import Weights, joined_block, joined_float8
 
-__all__ = ["GATE_UP_DOWN", "ExpertBlocks", "GatedExpert", "SparseMLP", "StoredExperts"]
+__all__ = ["GATE_UP_DOWN", "TOGETHER", "ExpertBlocks", "GatedExpert", "SparseMLP", "StoredExperts"]
 
 #: heights and widths of the blocks of gate_up and of down
 ExpertBlocks = tuple[tuple[int, int], tuple[int, int]]
 #: the usual names of the tensors of an expert
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+#: and of the tensors of all experts, gate and up in one
+TOGETHER = ("gate_up_proj", "down_proj")
 
 
 @dataclass(slots=True)
@@ -69,6 +71,8 @@ class StoredExperts:
     gate: Gate = "silu"
     #: whether stacks in three tensors have biases
     biased: bool = False
+    #: and of the tensors of all of them, gate and up in one
+    together: tuple[str, str] = TOGETHER
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """[num_experts, 2 * middle], those of gates first, and [num_experts, hidden]; None if there are none.
@@ -108,7 +112,9 @@ class StoredExperts:
         """The shapes of their tensors, by name under the prefix."""
         count, hidden, middle = self.num_experts, self.hidden, self.middle
         if self._together:
-            return {"gate_up_proj": (count, 2 * middle, hidden), "down_proj": (count, hidden, middle)}
+            return dict(
+                zip(self.together, ((count, 2 * middle, hidden), (count, hidden, middle)), strict=True)
+            )
         names = GATE_UP_DOWN if self._apart else self.names
         one = dict(zip(names, ((middle, hidden), (middle, hidden), (hidden, middle)), strict=True))
         if self._apart:
@@ -158,7 +164,7 @@ class StoredExperts:
         """Yield each expert's gate and up, or both in one, and down."""
         read, prefix = self.weights.float8, self.prefix
         if self._together or self._apart:
-            names = ("gate_up_proj", "down_proj") if self._together else GATE_UP_DOWN
+            names = self.together if self._together else GATE_UP_DOWN
             stacks = [read(f"{prefix}.{name}") for name in names]
             for expert in range(self.num_experts):
                 yield [None if stack is None else _one_of(stack, expert) for stack in stacks]
@@ -168,16 +174,17 @@ class StoredExperts:
 
     @property
     def _together(self) -> bool:
-        return f"{self.prefix}.gate_up_proj" in self.weights
+        return f"{self.prefix}.{self.together[0]}" in self.weights
 
     @property
     def _apart(self) -> bool:
         return f"{self.prefix}.gate_proj" in self.weights
 
     def _take_together(self) -> tuple[torch.Tensor, torch.Tensor]:
-        count, hidden, middle = self.num_experts, self.hidden, self.middle
-        gate_up = self.weights.take(f"{self.prefix}.gate_up_proj", (count, 2 * middle, hidden))
-        return gate_up, self.weights.take(f"{self.prefix}.down_proj", (count, hidden, middle))
+        gate_up, down = (
+            self.weights.take(f"{self.prefix}.{name}", shape) for name, shape in self.shapes().items()
+        )
+        return gate_up, down
 
     def _take_one(self, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         gate, up, out = (f"{self.prefix}.{expert}.{name}.weight" for name in self.names)

@@ -143,6 +143,8 @@ class TritonRouter:
         if isinstance(rule, SoftmaxRouter):
             if rule.scales is not None:
                 return "scales of the weights"
+            if rule.balance is not None:
+                return "a bias of the choice"
             return None if rule.bias is None else "a bias of the scores"
         if rule.capacity:
             return "experts that a block shares"

@@ -93,7 +93,7 @@ class Rewriting(LayerKernels):
 
     def _whole(self, rule: Rule, prefix: str) -> bool:
         """Whether the tensors of a router are given; False if none is. Raises ConfigError for some."""
-        tensors = [rule.weight, rule.bias, getattr(rule, "scales", None)]
+        tensors = [rule.weight, rule.bias, *(getattr(rule, name, None) for name in ("scales", "balance"))]
         there = [tensor for tensor in tensors if tensor is not None]
         if self.weights.partial and all(map(is_missing, there)):
             return False

@@ -387,7 +387,7 @@ class Decoder {
     const int64_t width = self.width();
     T* projected = projected_.data();
     const int64_t* positions = step.attention.positions;
-    if (self.whole_norm != nullptr || self.query_scales != nullptr)
+    if (self.whole_norm != nullptr || self.growth.rate != 0)
       worker.parallel_in_runs(mixed.rows(),
                               [&](int64_t token) { self.prepare(projected + token * width, positions[token]); });
     const auto start = [&](int64_t token) {

@@ -286,8 +286,9 @@ struct SelfAttentionArguments {
   bool spans;             // the ends of spans are regarded
   float scale, soft_cap;  // soft_cap 0: none
   const float* sinks;     // [heads], or null
-  const float* query_scales;  // [positions] factors of queries, or null
-  float out_scale;            // beside a state space, of its results
+  float query_growth;     // queries grow by the logarithm of how many ``query_length`` their position is; 0: not
+  int64_t query_length;
+  float out_scale;  // beside a state space, of its results
 };
 
 // A gated convolution of each channel by itself, the first half of a layer.

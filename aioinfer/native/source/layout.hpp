@@ -79,7 +79,7 @@ inline std::string layout() {
                     logit_scale, logit_cap, positions, hidden, norm_eps, per_layer)
   AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, value_norm, shared,
                     whole_norm, norm_last, head_norm_eps, cos, sin, rotary_dim, out, window, block, spans, scale, soft_cap,
-                    sinks, query_scales, out_scale)
+                    sinks, query_growth, query_length, out_scale)
   AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
   AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
                     norm, eps, out, state)

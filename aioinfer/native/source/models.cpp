@@ -59,7 +59,7 @@ SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
       .rotary = {a.cos, a.sin, a.rotary_dim},
       .out = a.out,
       .params = {a.scale, a.soft_cap, a.window, a.block, a.sinks, a.spans},
-      .query_scales = a.query_scales,
+      .growth = {a.query_growth, a.query_length},
       .kv = a.kv,
   };
 }

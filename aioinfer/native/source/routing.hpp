@@ -53,8 +53,8 @@ struct RoutingScratch {
   std::vector<char> open;
 };
 
-// Scores are computed in float whatever T is. With a softmax, scores and weights are rounded to T, as in the
-// training of these models.
+// Scores are computed in float whatever T is. With a softmax, weights are rounded to T, and scores, too, unless a bias
+// affects the choice, as in the training of these models.
 template <class T>
 class Router {
  public:
@@ -71,10 +71,11 @@ class Router {
 
   // Scores [tokens, stride()] of all tokens.
   void score(Worker& worker, const Activations<float>& tokens, float* scores) const {
+    const bool exact = rule.sigmoid || !bias_.empty();
     const auto put = [&](const Place& place, int64_t panel, Floats one, Floats other) {
       float* to = scores + place.row * stride() + panel * PANEL;
-      store(to, rule.sigmoid ? one : rounded<T>(one));
-      store(to + LANES, rule.sigmoid ? other : rounded<T>(other));
+      store(to, exact ? one : rounded<T>(one));
+      store(to + LANES, exact ? other : rounded<T>(other));
     };
     multiply(worker, tokens, *weight, Sink(put, tokens.blocks.height));
   }

@@ -4,6 +4,7 @@
 // step and the scratch memory of the workers.
 #pragma once
 
+#include <cmath>
 #include <memory>
 #include <vector>
 
@@ -11,6 +12,16 @@
 #include "linear.hpp"
 
 namespace aioinfer {
+
+// Queries grow by the logarithm of how many ``length`` their position is; see aioinfer.model.mixers.self_attention.
+struct Growth {
+  float rate;  // 0: they do not
+  int64_t length;
+
+  float of(int64_t position) const {
+    return rate == 0 ? 1.0f : 1.0f + rate * std::log(1.0f + static_cast<float>(position / length));
+  }
+};
 
 template <class T>
 struct SelfAttention {
@@ -21,7 +32,7 @@ struct SelfAttention {
   Rotary<T> rotary;
   const Linear<T>* out;
   AttentionParams params;
-  const float* query_scales;  // [positions] factors of queries, or null
+  Growth growth;
   int64_t kv;             // which pool has its keys and values, or those that it shares
   int64_t division = -1;  // of the decoder's; it knows
 
@@ -32,7 +43,7 @@ struct SelfAttention {
     require(kv >= 0, "the index of a KV pool is negative");
     require(whole_norm == nullptr || shape.norm == nullptr, "queries are normed by head and as a whole");
     require(whole_norm == nullptr || !shape.shared, "shared keys are normed");
-    require(query_scales == nullptr || shape.norm == nullptr, "queries are scaled in front of a norm");
+    require(growth.rate == 0 || (shape.norm == nullptr && growth.length > 0), "queries cannot grow so");
     require_size(*into, width(), hidden);
     require_size(*out, hidden, results());
   }
@@ -54,7 +65,7 @@ struct SelfAttention {
       norm_in_place(token, queries, whole_norm, shape.eps);
       norm_in_place(token + queries, shape.kv_heads * shape.head_dim, whole_norm + queries, shape.eps);
     }
-    const float scale = query_scales == nullptr ? 1.0f : query_scales[position];
+    const float scale = growth.of(position);
     if (scale == 1.0f) return;
     for (int64_t i = 0; i < queries; i += LANES)
       Number<T>::store_lanes(token + i, Number<T>::load_lanes(token + i) * scale);
