@@ -87,8 +87,6 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "takes no position_ids"),
         (*hybrid("linear_attention", "full_attention"), "LinearAttentionLayer in layer 0"),
         (*hybrid("full_attention", "linear_attention"), "LinearAttentionLayer in layer 1"),
-        # Attention in each layer, and a state space beside it.
-        ("FalconH1", {**SMALL, "head_dim": 8, **STATE_SPACE}, "LinearAttentionAndFull.* in layer 0"),
         # Nine tokens are one block, for which it needs nothing besides keys and values.
         ("MiniMaxM3VLText", {**SMALL, **EXPERTS, **SPARSE}, "MiniMaxM3VLSparse.* in layer 1"),
         # Attention of other kinds, which a few tokens may not tell from causal attention.
@@ -116,8 +114,10 @@ def test_what_would_run_wrongly_is_refused(
         load(tmp_path, dtype=dtype)
 
 
-def falcon(tmp_path: Path, dtype: str, std: float | None = None) -> None:
-    """A small Falcon-H1 that says nothing of its state; ``std``: of its weights, None as training starts."""
+def falcon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, std: float | None = None) -> None:
+    """A small Falcon-H1, with attention and a state space in each layer, for which there is no own code;
+    ``std``: of its weights, None as training starts."""
+    monkeypatch.setattr(f"{inspect_model.__module__}.own_implementation", lambda config: None)
     torch.manual_seed(0)
     config = transformers.FalconH1Config(**SMALL, head_dim=8, **STATE_SPACE)
     model = transformers.FalconH1ForCausalLM(config)
@@ -128,13 +128,19 @@ def falcon(tmp_path: Path, dtype: str, std: float | None = None) -> None:
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
 
 
+def test_a_state_beside_attention_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    falcon(tmp_path, monkeypatch, "bfloat16")
+    with pytest.raises(ConfigError, match=r"LinearAttentionAndFull.* in layer 0"):
+        load(tmp_path, dtype="bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("std", [None, 0.05, 0.25])
 def test_a_lost_state_is_seen_in_logits_however_little_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, std: float | None
 ) -> None:
     monkeypatch.setattr(f"{TransformersLM.__module__}.check_cache", lambda name, cache: None)
-    falcon(tmp_path, dtype, std)
+    falcon(tmp_path, monkeypatch, dtype, std)
     with pytest.raises(ConfigError, match="its logits differ by"):
         load(tmp_path, dtype=dtype)
 
@@ -246,6 +252,13 @@ def test_code_that_keeps_its_state_to_itself_is_refused_for_our_own(
         ("lfm2", {"conv_L_cache": 9}, "convolutions over 9 positions"),
         ("lfm2", {"layer_types": ["conv"] * 4}, "no attention at all"),
         ("qwen3.5", {"hidden_act": "gelu"}, "the activation gelu"),
+        ("bamba", {"mamba_d_conv": 9}, "convolutions over 9 positions"),
+        ("bamba", {"attn_layer_indices": []}, "no attention at all"),
+        ("granite-hybrid", {"time_step_limit": (0.001, 0.1)}, r"steps limited to \(0.001, 0.1\)"),
+        ("falcon-h1", {"mlp_bias": True}, "biases in front of factors"),
+        ("falcon-h1", {"mamba_rms_norm": True}, "a norm in front of the gates of its state spaces"),
+        ("nemotron-h", {"layers_block_type": ["mlp", "full_attention"]}, "a feed-forward part behind no mixer"),
+        ("nemotron-h", {"mlp_hidden_act": "tanh"}, "the activations tanh and silu"),
     ],
 )
 @pytest.mark.parametrize("forced", [False, True])
