@@ -257,7 +257,11 @@ def test_code_that_keeps_its_state_to_itself_is_refused_for_our_own(
         ("granite-hybrid", {"time_step_limit": (0.001, 0.1)}, r"steps limited to \(0.001, 0.1\)"),
         ("falcon-h1", {"mlp_bias": True}, "biases in front of factors"),
         ("falcon-h1", {"mamba_rms_norm": True}, "a norm in front of the gates of its state spaces"),
-        ("nemotron-h", {"layers_block_type": ["mlp", "full_attention"]}, "a feed-forward part behind no mixer"),
+        (
+            "nemotron-h",
+            {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},
+            "a feed-forward part behind no mixer",
+        ),
         ("nemotron-h", {"mlp_hidden_act": "tanh"}, "the activations tanh and silu"),
     ],
 )

@@ -26,6 +26,7 @@ from aioinfer.model.mixers.short_conv import LONGEST
 from aioinfer.model.mixers.side_by_side import SideBySide
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import SoftmaxRouter
+from aioinfer.model.moe.sparse import GATE_UP_DOWN
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 
@@ -184,11 +185,22 @@ class GraniteHybrid(Bamba):
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, at = source.config, f"model.layers.{index}"
         sparse = index in self.sparse_layers(config)
-        names = ("input_linear", "output_linear")
-        expert = source.gated_mlp(
-            f"{at}.shared_mlp", config.shared_intermediate_size, shared=sparse, names=names
-        )
-        return expert
+        names: tuple[str, ...] = ("input_linear", "output_linear")
+        if f"{at}.shared_mlp.{names[0]}.weight" not in source.weights:
+            # GGUF files have gate and up in two tensors.
+            names = GATE_UP_DOWN
+        middle = config.shared_intermediate_size
+        shared = source.gated_mlp(f"{at}.shared_mlp", middle, shared=sparse, names=names)
+        return self._experts(source, f"{at}.block_sparse_moe", shared) if sparse else shared
+
+    def _experts(self, source: Source, at: str, shared: FeedForward) -> FeedForward:
+        config, together = source.config, ("input_linear.weight", "output_linear.weight")
+        shape = config.num_local_experts, config.hidden_size
+        gates = source.weights.take(f"{at}.router.layer.weight", shape)
+        rule = SoftmaxRouter(gates, config.num_experts_per_tok, normalize=True)
+        if f"{at}.{together[0]}" in source.weights:
+            return source.sparse(rule, at, shared, together=together)
+        return source.sparse(rule, f"{at}.experts", shared)
 
 
 @dataclass(frozen=True, slots=True)
