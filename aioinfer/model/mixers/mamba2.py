@@ -22,7 +22,7 @@ from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import MixerStep
 from aioinfer.model.mixers.short_conv import CausalConv, states_before
 from aioinfer.model.rope import Rope
-from aioinfer.model.state import StateShape
+from aioinfer.model.state import RowStates, StateShape
 
 __all__ = ["Mamba2", "MambaHeads"]
 
@@ -53,8 +53,8 @@ class MambaHeads:
 
     @property
     def state_shape(self) -> StateShape:
-        """Shape of one layer's state."""
-        return StateShape((self.heads, self.state_size, self.head_dim), torch.float32)
+        """Shape of one layer's state, which a token changes by what is convolved and by its steps."""
+        return StateShape((self.heads, self.state_size, self.head_dim), torch.float32, self.heads)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,45 +91,46 @@ class Mamba2:
         return None
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        heads, count, batch = self.heads, len(normed), step.batch
+        heads, batch, states = self.heads, step.batch, step.batch.states
+        assert states is not None, "a step of a model with recurrent state has cells"
         parts = heads.values, heads.channels, heads.heads
         gates, mixed, steps = self.into(normed).split(parts, dim=-1)
         mixed = F.silu(self.conv(mixed, batch)).float()
+        count = len(mixed)
         of_group = heads.groups * heads.state_size
         x, b, c = mixed.split((heads.values, of_group, of_group), dim=-1)
         each = heads.heads // heads.groups
         b, c = (v.view(count, heads.groups, -1).repeat_interleave(each, dim=1) for v in (b, c))
         x = x.view(count, heads.heads, -1)
-        steps = F.softplus(steps.float() * self.step_scale + self.bias)
+        steps = states.extend(self.state, steps, batch).float()
+        steps = F.softplus(steps * self.step_scale + self.bias)
         tokens = _Tokens(x * steps[..., None], b, c, (-self.rate * steps).exp())
-        result = torch.addcmul(self._apply(tokens, batch), x, self.skip[:, None]).to(normed.dtype)
+        result = torch.addcmul(self._apply(tokens, states, batch), x, self.skip[:, None])
+        result = states.own(result, batch).to(normed.dtype)
         gated = result.flatten(1).float() * F.silu(gates.float() * self.gate_scale)
         if self.norm is not None:
-            groups = gated.view(count, heads.groups, -1)
-            normal = torch.rms_norm(groups, groups.shape[-1:], None, self.eps)
-            gated = normal.flatten(1) * self.norm
+            groups = gated.unflatten(1, (heads.groups, -1))
+            gated = torch.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(1) * self.norm
         return self.out(gated.to(normed.dtype))
 
-    def _apply(self, tokens: _Tokens, batch: Batch) -> torch.Tensor:
-        """What tokens read: [T, heads, head_dim] float32. Writes the state of all rows."""
-        states, decodes = batch.states, batch.num_decodes
-        assert states is not None, "a step of a model with recurrent state has cells"
+    def _apply(self, tokens: _Tokens, states: RowStates, batch: Batch) -> torch.Tensor:
+        """What tokens read: [T, heads, head_dim] float32, of all positions that the rows go through. Writes
+        the state of all rows."""
         cells, results = states.pool.tensors[self.state], []
+        decodes, lengths = states.lengths(batch)
         if decodes:
             rows = slice(0, decodes)
             state = states_before(states, self.state, rows)
             results.append(tokens.step(rows, state))
             cells.index_copy_(0, states.write[rows], state)
         at = decodes
-        kept = None if states.kept is None or at == len(batch.q_lens) else states.kept.tolist()
-        for row in range(decodes, len(batch.q_lens)):
-            rows, count = slice(row, row + 1), batch.q_lens[row]
-            state = left = states_before(states, self.state, rows)
-            for token in range(count):
-                if kept is not None and kept[row] == token:
-                    left = state.clone()
-                results.append(tokens.step(slice(at + token, at + token + 1), state))
-            cells.index_copy_(0, states.write[rows], left)
+        for row, (count, kept) in enumerate(lengths, decodes):
+            rows = slice(row, row + 1)
+            state = states_before(states, self.state, rows)
+            for token in range(at, at + count):
+                results.append(tokens.step(slice(token, token + 1), state))
+                if token + 1 == at + kept:
+                    cells.index_copy_(0, states.write[rows], state)
             at += count
         return torch.cat(results)
 

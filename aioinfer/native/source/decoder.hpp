@@ -431,7 +431,8 @@ class Decoder {
   void mix(Worker& worker, const Mamba2<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,
            const Inputs<T>& mixed) {
     self.mix(worker, projected_.data(), step.attention.rows, step.states,
-             static_cast<T*>(step.state_pools[self.state]), static_cast<float*>(step.state_pools[self.state + 1]),
+             static_cast<T*>(step.state_pools[self.state]), stash(step, self.state),
+             static_cast<float*>(step.state_pools[self.state + 1]), stash(step, self.state + 1),
              mamba_scratch_[worker.index()], mixed);
   }
 

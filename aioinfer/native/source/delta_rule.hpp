@@ -145,7 +145,8 @@ struct DeltaRule {
     const int64_t width = shape.width(), gates_width = 2 * shape.value_heads;
     if (states.replays != nullptr)
       worker.parallel(rows.count, [&](int64_t row) {
-        exchange(states.tokens(rows, row), states.stash(gates_stash, row, gates_width), gates_width, gated);
+        exchange(states.tokens(rows, row), states.stash(gates_stash, row, gates_width), gates_width, gated,
+                 gates_width);
       });
     convolve(
         worker, conv, rows, states, inputs, inputs_stash,

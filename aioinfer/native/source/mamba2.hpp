@@ -134,11 +134,17 @@ struct Mamba2 {
   }
 
   // From projections [tokens, width] to the inputs of ``out``, in three phases of a program. Changes the projections.
-  void mix(Worker& worker, T* projected, const Rows& rows, const RowStates& states, T* inputs, float* pool,
-           MambaScratch& scratch, const Inputs<T>& mixed) const {
+  // ``inputs_stash`` and ``steps_stash``: of the inputs of the convolution and of steps.
+  void mix(Worker& worker, T* projected, const Rows& rows, const RowStates& states, T* inputs, T* inputs_stash,
+           float* pool, T* steps_stash, MambaScratch& scratch, const Inputs<T>& mixed) const {
     const int64_t width = shape.width(), values = shape.values();
+    if (states.replays != nullptr)
+      worker.parallel(rows.count, [&](int64_t row) {
+        exchange(states.tokens(rows, row), states.stash(steps_stash, row, shape.heads), shape.heads,
+                 projected + values + shape.channels(), width);
+      });
     convolve(
-        worker, conv, rows, states, inputs,
+        worker, conv, rows, states, inputs, inputs_stash,
         [&](int64_t token, int64_t at) { return Number<T>::load_lanes(projected + token * width + values + at); },
         [&](int64_t token, int64_t at, Floats result) {
           Number<T>::store_lanes(projected + token * width + values + at, silu(rounded<T>(result)));
@@ -150,7 +156,7 @@ struct Mamba2 {
       const int64_t head = task / parts % shape.heads, part = task % parts;
       const int64_t vectors = shape.head_dim / LANES;
       const int64_t first = vectors * part / parts * LANES, last = vectors * (part + 1) / parts * LANES;
-      scan(rows.starts[row], rows.starts[row + 1], head, first, last,
+      scan(states.tokens(rows, row), head, first, last,
            state_of<const float>(pool, states.read[row], shape.cell_size()),
            state_of(pool, states.write[row], shape.cell_size()), projected, scratch);
     });
@@ -167,20 +173,20 @@ struct Mamba2 {
     return std::clamp<int64_t>(wanted, 1, (shape.head_dim / LANES + AT_ONCE - 1) / AT_ONCE);
   }
 
-  // Tokens [from, to) of a row, and columns [first, last) of a head. A row without tokens keeps its state.
-  void scan(int64_t from, int64_t to, int64_t head, int64_t first, int64_t last, const float* before, float* behind,
+  // The tokens of a row, and columns [first, last) of a head. A row without tokens keeps its state.
+  void scan(const RowTokens& row, int64_t head, int64_t first, int64_t last, const float* before, float* behind,
             T* projected, MambaScratch& scratch) const {
-    const int64_t at = head * shape.head_size(), kept = to - from;
+    const int64_t at = head * shape.head_size();
     const float* start = before == nullptr ? nullptr : before + at;
     float* const left = behind == nullptr ? nullptr : behind + at;
-    for (int64_t begin = from; begin < to || begin == from; begin += MambaScratch::STRETCH) {
-      const int tokens = static_cast<int>(std::min<int64_t>(MambaScratch::STRETCH, to - begin));
+    for (int64_t begin = 0; begin < row.count || begin == 0; begin += MambaScratch::STRETCH) {
+      const int tokens = static_cast<int>(std::min<int64_t>(MambaScratch::STRETCH, row.count - begin));
       for (int t = 0; t < tokens; t++)
-        prepare(t, projected + (begin + t) * shape.width(), head, first, last, scratch);
+        prepare(t, projected + row[begin + t] * shape.width(), head, first, last, scratch);
       // The stretch with the last token that is kept leaves the state; so does the first one, if there is none.
-      const int64_t keep = kept - (begin - from);
-      const bool leaves = keep <= tokens && (keep > 0 || begin == from);
-      const bool ends = begin + tokens >= to;
+      const int64_t keep = row.kept - begin;
+      const bool leaves = keep <= tokens && (keep > 0 || begin == 0);
+      const bool ends = begin + tokens >= row.count;
       const auto go = [&](auto count, int64_t column) {
         scan_columns<decltype(count)::value>(scratch, shape, column, tokens, start, leaves ? static_cast<int>(keep) : tokens,
                                              leaves ? left : nullptr, ends ? nullptr : scratch.state.data());
@@ -190,7 +196,7 @@ struct Mamba2 {
       for (; column + 2 * LANES <= last; column += 2 * LANES) go(std::integral_constant<int, 2>(), column);
       for (; column < last; column += LANES) go(std::integral_constant<int, 1>(), column);
       for (int t = 0; t < tokens; t++) {
-        T* result = projected + (begin + t) * shape.width() + shape.values() + head * shape.head_dim;
+        T* result = projected + row[begin + t] * shape.width() + shape.values() + head * shape.head_dim;
         for (int64_t i = first; i < last; i += LANES)
           Number<T>::store_lanes(result + i, load<Floats>(&scratch.results[t * shape.head_dim + i]));
       }

@@ -58,13 +58,13 @@ inline void check(const RowStates& states, const Rows& rows) {
   }
 }
 
-// What the drafts of a row are for a layer, ``width`` elements of each token of the step, goes to its stash; and what
-// was there of those that the row replays, behind the step's tokens.
+// What the drafts of a row are for a layer, ``width`` elements of each token of the step, which are ``stride`` apart, goes
+// to its stash; and what was there of those that the row replays, behind the step's tokens.
 template <class T>
-void exchange(const RowTokens& tokens, T* stash, int64_t width, T* values) {
-  std::copy_n(stash, tokens.replayed * width, values + tokens.first * width);
-  const int64_t drafts = tokens.count - tokens.kept;
-  if (drafts > 0) std::copy_n(values + tokens[tokens.kept] * width, drafts * width, stash);
+void exchange(const RowTokens& tokens, T* stash, int64_t width, T* values, int64_t stride) {
+  for (int64_t i = 0; i < tokens.replayed; i++) std::copy_n(stash + i * width, width, values + tokens[i] * stride);
+  for (int64_t i = tokens.kept; i < tokens.count; i++)
+    std::copy_n(values + tokens[i] * stride, width, stash + (i - tokens.kept) * width);
 }
 
 // The state of a row in a pool of cells of ``size`` elements; null for one that starts from zeros, or is not kept.
