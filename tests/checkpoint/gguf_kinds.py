@@ -123,7 +123,9 @@ def _delta_rule_tensors(tensors: _Tensors, config: dict[str, Any]) -> _Tensors:
             tensor = tensor.squeeze()
         if "in_proj_qkvz" in name:
             layer, group = name.split(".")[2], values // keys * size
-            parts = tensor.unflatten(0, (keys, -1)).split([key_size, key_size, group, group], dim=1)
+            parts = torch.split(
+                tensor.reshape(keys, -1, tensor.shape[1]), [key_size, key_size, group, group], dim=1
+            )
             *qkv, gates = (part.flatten(0, 1) for part in parts)
             found[f"blk.{layer}.attn_qkv.weight"] = torch.cat(qkv)
             found[f"blk.{layer}.attn_gate.weight"] = gates
@@ -139,15 +141,14 @@ def _by_place(
 ) -> torch.Tensor:
     """With the first heads of values of all heads of keys in front, then the second ones; ``before``: rows of
     queries and keys."""
-    if any(part in name for part in ("in_proj_a.", "in_proj_b.", "A_log", "dt_bias")):
-        return tensor.unflatten(0, (keys, values // keys)).transpose(0, 1).flatten(0, 1)
-    if "in_proj_z." in name:
-        return tensor.unflatten(0, (keys, values // keys, size)).transpose(0, 1).flatten(0, 2)
+    group = values // keys
+    if any(part in name for part in ("in_proj_z.", "in_proj_a.", "in_proj_b.", "A_log", "dt_bias")):
+        return tensor.reshape(keys, group, -1).transpose(0, 1).reshape(tensor.shape)
     if "in_proj_qkv." in name or "conv1d" in name:
-        moved = tensor[before:].unflatten(0, (keys, values // keys, size)).transpose(0, 1).flatten(0, 2)
+        moved = tensor[before:].reshape(keys, group, -1).transpose(0, 1).reshape(tensor[before:].shape)
         return torch.cat((tensor[:before], moved))
     if "linear_attn.out_proj." in name:
-        return tensor.unflatten(1, (keys, values // keys, size)).transpose(1, 2).flatten(1, 3)
+        return tensor.reshape(-1, keys, group, size).transpose(1, 2).reshape(tensor.shape)
     return tensor
 
 

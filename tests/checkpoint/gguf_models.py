@@ -246,7 +246,7 @@ def _joined(placed: dict[str, Any]) -> dict[str, Any]:
 
 def _add_tensors(writer: Any, placed: dict[str, Any], kind: Any) -> None:
     for place, values in placed.items():
-        if values.ndim == 1 or kind.name == "F32":
+        if values.ndim == 1 or "conv1d" in place or "shortconv.conv" in place or kind.name == "F32":
             writer.add_tensor(place, values)
         else:
             writer.add_tensor(place, gguf.quants.quantize(values, kind), raw_dtype=kind)

@@ -48,8 +48,11 @@ def _gemma4(common: Common) -> dict[str, Any]:
     known = windows(common, default=0, period=0)
     types = known["layer_types"]
     size = common.value("attention.key_length_swa", int)
-    if common.value("attention.value_length_swa", int, size) != size:
-        raise ConfigError("model: the values of the GGUF file have another size than its keys")
+    for name in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if common.value(name, int, size) != size:
+            raise ConfigError(
+                f"model: {common.prefix}.{name} of the GGUF file is not its size of keys, {size}"
+            )
     return {
         **known,
         **_heads(common, types),
