@@ -73,6 +73,11 @@ class Parts:
             for each in models
         )
 
+    @property
+    def draft_state_bytes(self) -> int:
+        """Bytes of the recurrent states of the model that drafts: two of each slot."""
+        return 0 if self.draft is None else (2 * self.config.num_slots + 1) * self.draft.spec.state_bytes
+
     def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
         """A packer for sequences of up to ``max_len`` positions."""
         config, page_size = self.config, self.config.positions_per_page
@@ -101,7 +106,9 @@ class Parts:
             small = self.draft.spec
             chosen = choose_attention(self.device, small.head_dims, small.dtype, config.attention_backend)
             pool = self._attention(self.draft, chosen, num_pages)
-            decoding.draft_model = DraftModel(self.draft, pool, decoding.sampler)
+            cells = 2 * config.num_slots
+            states = StatePool(small.states, cells, self.device) if small.states else None
+            decoding.draft_model = DraftModel(self.draft, pool, decoding.sampler, states)
         states = None
         if spec.states:
             states = StatePool(
@@ -182,12 +189,13 @@ def build(parts: Parts, progress: Progress | None = None) -> tuple[Backend, Pool
     config, spec = parts.config, parts.model.spec
     if parts.device.type == "cuda":
         return _build_cuda(parts, progress)
-    size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
+    drafting = parts.draft_state_bytes
+    size = size_pool(config, spec, parts.page_bytes, cpu_budget(config) - drafting)
     give_back()
-    pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes
+    pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes + drafting
     with LEDGER.claims:
         steps = Share("steps", step_bytes(config, spec))
-        check_pool(config, pool_bytes, state_bytes=size.state_bytes)
+        check_pool(config, pool_bytes, state_bytes=size.state_bytes + drafting)
         runner = parts.runner(size.num_pages, size.num_snapshots)
     return CpuBackend(runner, steps), size
 
@@ -197,7 +205,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     backend = CudaBackend(parts.device, parts.lane)
     shapes = parts.graph_shapes()
     budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, shapes)
-    size = size_pool(config, spec, parts.page_bytes, budget)
+    size = size_pool(config, spec, parts.page_bytes, budget - parts.draft_state_bytes)
     backend.runner = runner = parts.runner(size.num_pages, size.num_snapshots)
     runner.warm_up()
     # What was made so far was enqueued elsewhere than on the stream of the steps.

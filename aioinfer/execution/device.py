@@ -111,6 +111,8 @@ class DeviceInfo:
     draft_unit: int | None = None
     #: positions that the draft model knows
     draft_length: int = 0
+    #: it has a recurrent state, which takes in no drafts
+    draft_recurrent: bool = False
     #: slots for adapters, from 1 on; 0: there are none, and why
     max_adapters: int = 0
     adapter_reason: str = ""

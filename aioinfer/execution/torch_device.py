@@ -186,6 +186,7 @@ class TorchDevice:
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,
             draft_length=0 if draft is None else draft.spec.max_model_len,
+            draft_recurrent=draft is not None and bool(draft.spec.states),
             max_adapters=0 if self._adapters is None else config.adapter_slots,
             adapter_reason=adapter_reason,
             max_running_requests=fewer_requests(wanted, config),
@@ -214,10 +215,6 @@ class TorchDevice:
             )
         with _of_speculation():
             draft = self._load(device, progress, locate(self._config.speculation))
-        if draft.spec.states:
-            raise ConfigError(
-                f"speculation: {draft.spec.architecture} has a recurrent state, and cannot draft"
-            )
         if self._config.positions_per_page % draft.spec.unit:
             name, unit = draft.spec.architecture, draft.spec.unit
             raise ConfigError(

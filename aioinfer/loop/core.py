@@ -149,6 +149,7 @@ class Core:
                 catch_up=0 if info.draft_unit is None else config.chunk_tokens,
                 draft_unit=info.draft_unit or 1,
                 draft_length=info.draft_length,
+                draft_recurrent=info.draft_recurrent,
             )
         batch = self._generation.batch(memory, config, speculation)
         return Scheduler(memory, config, batch, whole_prompts=info.whole_prompts)

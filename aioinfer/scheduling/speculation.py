@@ -58,8 +58,8 @@ class Speculation:
 
     __slots__ = (
         *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_pause"),
-        *("_turn", "_usual", "_verifies", "_vocab_size", "adaptive", "draft_unit", "overlap"),
-        "_verified",
+        *("_turn", "_usual", "_verifies", "_vocab_size", "adaptive", "draft_recurrent", "draft_unit"),
+        *("_verified", "overlap"),
     )
 
     def __init__(
@@ -73,11 +73,13 @@ class Speculation:
         catch_up: int = 0,
         draft_unit: int = 1,
         draft_length: int = 0,
+        draft_recurrent: bool = False,
     ) -> None:
         """``most``: drafts of a row at most. ``overlap``: steps are planned before the last one has been
         read, without the few rows that verified drafts in it. ``catch_up``: with a draft model on the device,
         positions that it may compute for one request in a step; it drafts where there is no prediction.
-        0: there is none. ``draft_length``: positions that it knows."""
+        0: there is none. ``draft_length``: positions that it knows. ``draft_recurrent``: its state takes in
+        no drafts."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._most = most
@@ -95,6 +97,7 @@ class Speculation:
         #: positions that the draft model drafts at a time: of a diffusion model, a block
         self.draft_unit = draft_unit
         self._length = draft_length // draft_unit * draft_unit
+        self.draft_recurrent = draft_recurrent
         #: that the draft model has to catch up with before it can draft for it
         self._behind: Sequence | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned

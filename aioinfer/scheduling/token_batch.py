@@ -362,9 +362,12 @@ class TokenBatch:
             return _unsampled(sequence, step, token, outcome.forced.get(index, ()), queues)
         self._count(sequence, len(drafts), len(run) - 1, counters)
         if drafts[0] == UNDRAWN and sequence.drafting is not None:
-            # The last draft was not computed, and of the others those are of use that were right.
+            # The last draft was not computed, and of the others those are of use that were right; none of
+            # them where the draft model has a state.
+            assert self._speculation is not None
             start = int(step.generating.starts[index])
-            sequence.drafting.computed = start + 1 + min(len(run) - 1, len(drafts) - 1)
+            right = 0 if self._speculation.draft_recurrent else min(len(run), len(drafts)) - 1
+            sequence.drafting.computed = start + 1 + right
         for at, found in enumerate(run):
             if found < 0:
                 _unsampled(sequence, step, found, outcome.forced.get(index, ()), queues)

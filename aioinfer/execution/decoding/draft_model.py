@@ -13,6 +13,9 @@ A diffusion model drafts the rest of a block in one forward, as if that were eno
 
     forward 0     blocks that it lacks, the row's own, masks        draws d1 up to the end of the block
 
+A recurrent state takes in known tokens and the row's own, and is never that of a draft: each slot has a cell
+for it, and one from which drafts go on.
+
 It draws with the parameters and the noise of the target: the same seed, position and token
 (:mod:`aioinfer.sampling.noise`). Where both models find the same tokens likely, both then draw the same one,
 at any temperature (Daliri, Musco and Suresh, arXiv 2408.07978).
@@ -30,6 +33,7 @@ import numpy.typing as npt
 from aioinfer.execution.packed import Layout
 from aioinfer.execution.paging import Placement
 from aioinfer.model.batch import Batch
+from aioinfer.model.state import RowStates, StatePool
 from aioinfer.sampling.sampler import COLUMNS, Sampler
 from aioinfer.sampling.verification import select
 from aioinfer.scheduling.step import Step
@@ -70,6 +74,9 @@ class DraftForward:
     sampling_rows: _Ints
     #: [V] indices in the step's input ids where they go
     into: _Ints
+    #: [rows] cells of recurrent state: slot s has 2s - 1, and for what follows drafts 2s
+    read: _Ints
+    write: _Ints
 
 
 def draft_forwards(step: Step, layout: Layout, first: Sequence[int]) -> list[DraftForward]:
@@ -116,17 +123,26 @@ def _first_forward(rows: _Rows, layout: Layout) -> DraftForward:
     """The tokens that are missing, and the rows' own, after each of which the first draft is drawn."""
     placed = rows.placed(layout, [[*each.ids, *[0] * (each.row >= 0)] for each in rows.inputs])
     last = placed[1].cu_q[1 : 1 + len(rows.counts)] - 1
-    return DraftForward(*placed, last, rows.own, last, rows.starts + 1, rows.sampling, rows.own + 1)
+    cells = 2 * rows.slots - 1
+    read = cells * [each.start > 0 for each in rows.inputs]
+    into = rows.own + 1
+    return DraftForward(
+        *placed, last, rows.own, last, rows.starts + 1, rows.sampling, into, read=read, write=cells
+    )
 
 
 def _next_forward(rows: _Rows, layout: Layout, number: int) -> DraftForward:
     """Draft ``number``, after which the next is drawn."""
     count = sum(each > number for each in rows.counts)
     at, own, each = rows.starts[:count] + number, rows.own[:count] + number, np.arange(count)
-    placement = layout.tables.place(rows.slots[:count], at, None)
+    slots = rows.slots[:count]
+    placement = layout.tables.place(slots, at, None)
     sampling = rows.sampling[:count] + number
     return DraftForward(
-        *(np.zeros(count, np.int64), placement, [1] * count), *(each, own, each, at + 1, sampling, own + 1)
+        *(np.zeros(count, np.int64), placement, [1] * count),
+        *(each, own, each, at + 1, sampling, own + 1),
+        read=2 * slots - (number == 1),
+        write=2 * slots,
     )
 
 
@@ -151,18 +167,22 @@ def _block_forward(rows: _Rows, layout: Layout, unit: int) -> DraftForward:
         ids.append(known)
         first += len(known)
     drawing = [np.concatenate(column) if column else _NONE for column in columns]
-    return DraftForward(*rows.placed(layout, ids), np.asarray(own, np.int64), rows.own, *drawing)
+    placed = rows.placed(layout, ids)
+    return DraftForward(*placed, np.asarray(own, np.int64), rows.own, *drawing, read=_NONE, write=_NONE)
 
 
 class DraftModel:
     """Launch thread only."""
 
-    def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler) -> None:
-        """``sampler``: that of the target."""
+    def __init__(
+        self, model: CausalLM, attention: Attention, sampler: Sampler, states: StatePool | None = None
+    ) -> None:
+        """``sampler``: that of the target. ``states``: of a model with recurrent state, two cells a slot."""
         self._model = model
         self._mask_id = model.spec.mask_token_id
         self._attention = attention
         self._sampler = sampler
+        self._states = states
 
     def draw(
         self,
@@ -184,7 +204,11 @@ class DraftModel:
             if self._mask_id is not None:
                 ids = torch.where(ids == MASKED, self._mask_id, ids)
             ids[transfer.send(forward.own)] = input_ids[transfer.send(forward.own_from)]
-            logits = self._model.forward(_batch(forward, ids, at, transfer), self._attention)
+            inputs = _batch(forward, ids, at, transfer)
+            if self._states is not None:
+                cells = transfer.send(forward.read), transfer.send(forward.write)
+                inputs.states = RowStates(self._states, *cells)
+            logits = self._model.forward(inputs, self._attention)
             if not len(forward.logits_rows):
                 continue
             sampling = transfer.send(forward.sampling_rows)
