@@ -166,8 +166,8 @@ def paged(config: EngineConfig, device: torch.device) -> EngineConfig:
 
 def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
     """The config as the recurrent states of a loaded model need it, see
-    :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory, and ConfigError: an image that is never
-    cut does not fit a step."""
+    :func:`~aioinfer.execution.sizing.fit_states`; on CUDA without drafts but those of a model. Raises
+    OutOfMemory, and ConfigError: an image that is never cut does not fit a step."""
     if spec.images is not None and spec.images.two_way:
         least = spec.images.longest + config.running_requests
         if config.step_tokens < least:
@@ -176,6 +176,9 @@ def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Engin
     if not spec.states:
         return config
     if device.type == "cuda":
+        if config.speculation == "lookup":
+            # Such steps are not captured, and take as long as many decodes that are.
+            config = replace(config, speculation="off")
         free, total = torch.cuda.mem_get_info(device)
         utilization = config.gpu_memory_utilization
         return fit_states(

@@ -9,6 +9,7 @@ decoding. The ratio is that of the tokens per second between the first and the l
 rounds; an output that differs is an error.
 
 ``oracle``   a drafter that is always right, of 5 drafts: the most that can be had
+``wrong``    one that is always wrong: what it costs until the engine asks it no more, and then
 ``edits``    edited texts with the text before as ``prediction``; the model's own output, whatever it is,
              stands for the edited text, and the prediction agrees with it where the texts agree
 ``free``     random text at temperature 1, in which nothing repeats: what looking for drafts costs
@@ -52,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", default="auto", choices=["auto", "int8", "int4"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=int, default=64, help="tokens of oracle, free and pair")
+    parser.add_argument("--output", type=int, default=64, help="tokens of oracle, wrong, free and pair")
+    parser.add_argument("--drafts", type=int, default=5, help="of a row, of oracle")
     parser.add_argument("--items", type=int, default=len(PAIRS), help="of edits")
     add_place(parser)
 
@@ -65,19 +67,28 @@ def run(options: argparse.Namespace, report: Report) -> None:
 
 
 class Oracle:
-    """Knows the outputs of requests by their names."""
+    """Knows the outputs of requests by their names, and proposes them or, if it is ``wrong``, others."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, wrong: bool = False) -> None:
         self.outputs: dict[str, list[int]] = {}
+        self._wrong = wrong
 
     def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
         at = len(request.tokens) - request.prompt_length
-        return self.outputs.get(request.name, [])[at : at + most]
+        ids = self.outputs.get(request.name, [])[at : at + most]
+        return [token - 1 if token else 1 for token in ids] if self._wrong else ids
 
 
 async def _oracle(options: argparse.Namespace, report: Report) -> None:
-    oracle = Oracle()
-    async with _engine(options, drafter=oracle, max_draft_tokens=5, adaptive_drafts=False) as engine:
+    await _drafting(options, report, Oracle(), max_draft_tokens=options.drafts, adaptive_drafts=False)
+
+
+async def _wrong(options: argparse.Namespace, report: Report) -> None:
+    await _drafting(options, report, Oracle(wrong=True))
+
+
+async def _drafting(options: argparse.Namespace, report: Report, oracle: Oracle, **settings: Any) -> None:
+    async with _engine(options, drafter=oracle, **settings) as engine:
         for batch in (1, 8):
             asked = _random(engine, batch, options.output, temperature=0.0)
             for (_, _, name), result in zip(asked, await _plain(engine, asked), strict=True):
@@ -239,7 +250,8 @@ async def _compare(
 
 
 _PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Report], Coroutine[Any, Any, None]]]] = {
-    "oracle": ("drafts that are always right, 5 of them", _oracle),
+    "oracle": ("drafts that are always right", _oracle),
+    "wrong": ("drafts that are always wrong", _wrong),
     "edits": ("edited texts with a prediction", _edits),
     "free": ("nothing repeats", _free),
     "pair": ("a smaller model drafts", _pair),

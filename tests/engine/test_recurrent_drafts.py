@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aioinfer.config import EngineConfig
+from aioinfer.execution import packing
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.engine.test_speculation import alike
@@ -118,3 +120,37 @@ def test_a_recurrent_model_that_drafts_for_itself_is_always_right(
     alike(found, wanted)
     assert stats.rejected_tokens == 0
     assert 13 + 12 < stats.steps < 13 + 12 + 10
+
+
+def _keeps_drafts(replays: Any, kept: Any, lengths: Any) -> tuple[Any, Any]:
+    """A state includes all positions of its row."""
+    return replays, kept if lengths is None else lengths.copy()
+
+
+def _forgets_drafts(replays: Any, kept: Any, lengths: Any) -> tuple[Any, Any]:
+    """What was right is not replayed."""
+    return np.zeros_like(replays), kept
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("kernels", grid(["native"], ["sdpa"]))
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3.5"])
+@pytest.mark.parametrize("plant", [None, _keeps_drafts, _forgets_drafts])
+def test_states_with_wrong_drafts_or_without_right_ones_change_outputs(
+    plant: Callable[..., Any] | None, kind: str, kernels: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require(kernels)
+    settings: dict[str, Any] = {"model": str(model(kind)), "dtype": "float32", "attention_backend": kernels}
+    settings["deterministic"] = False
+    rng = random.Random(1)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    requests = [([rng.randrange(TOKENS) for _ in range(9)], params) for _ in range(4)]
+    wanted = [each.token_ids for each in run(requests, retract=False, speculation="off", **settings)]
+    if plant is not None:
+        real = packing._replays
+        monkeypatch.setattr(
+            packing, "_replays", lambda step, layout: plant(*real(step, layout), layout.q_len)
+        )
+    drafter = Known("partly", wanted, TOKENS)
+    found = run(requests, retract=False, drafter=drafter, max_draft_tokens=4, **settings)
+    assert ([each.token_ids for each in found] == wanted) == (plant is None)

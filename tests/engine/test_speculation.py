@@ -16,6 +16,7 @@ from aioinfer.llm import LLM
 from aioinfer.outputs import Result
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.scheduling import token_batch
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.speculation.drafter import Drafter
@@ -125,6 +126,16 @@ def compare(seed: int) -> None:
 def test_outputs_are_those_without_drafts(seed: int) -> None:
     """Ids, text, logprobs, reasons and usage."""
     compare(seed)
+
+
+def test_a_state_that_lacks_right_drafts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_batch, "_replays", lambda _: {})
+    requests = [(PROMPT, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))]
+    with (
+        pytest.raises(errors.StepFailed, match="not of its own"),
+        toy(Guesser("right", random.Random(0)), snapshots=2) as llm,
+    ):
+        run(llm, requests)
 
 
 @pytest.mark.parametrize("most", [1, 4, 15])

@@ -59,7 +59,8 @@ class Known:
             return [rng.randrange(self._vocab_size) for _ in range(most)]
         at = len(request.tokens) - request.prompt_length - (self._kind == "stale")
         ids = self._outputs[int(request.name)][max(0, at) :][:most]
-        return [(token + 1) % self._vocab_size for token in ids] if self._kind == "wrong" else ids
+        right = 0 if self._kind == "wrong" else rng.randrange(4) if self._kind == "partly" else len(ids)
+        return [*ids[:right], *((token + 1) % self._vocab_size for token in ids[right:])]
 
 
 def asked(count: int, sampler: str) -> list[Asked]:

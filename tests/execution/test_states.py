@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,13 +21,15 @@ from aioinfer.execution.decoding.tokens import TokenPacker
 from aioinfer.execution.device import Progress
 from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import PoolSize, fewer_requests, fit_states, size_pool
+from aioinfer.execution.sizing import PoolSize, fewer_requests, fit_states, size_pool, stashed_drafts
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import ModelSpec
 from aioinfer.model.state import StateShape
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.step import Generating, NewRequestData, Step
+from aioinfer.speculation.drafter import DraftRequest
 from tests.execution.fake_cuda import FakeCudaDevice, install
 from tests.model.kernels import kernels_or_skip
 from tests.scheduling.desk import Desk
@@ -66,17 +69,22 @@ class Running:
         numbers, counts = states.pool.tensors
         live = (states.read > 0).to(torch.int64)
         rows, starts = numbers[states.read] * live[:, None], counts[states.read] * live
-        wanted = []
-        owners = [row for row, length in enumerate(batch.q_lens) for _ in range(length)]
-        for at, row in enumerate(owners):
-            rows[row, 0] = (rows[row, 0] * 31 + batch.input_ids[at] + 7) % ODD
-            wanted.append(rows[row, 0] % VOCAB)
-        numbers.index_copy_(0, states.write, rows)
-        counts.index_copy_(0, states.write, starts + batch.cu_q.diff())
+        ids = states.extend(0, batch.input_ids[:, None].float(), batch)[:, 0].long()
+        decodes, lengths = states.lengths(batch)
+        lengths = [*[(1, 1)] * decodes, *lengths]
+        wanted, left = [], rows.clone()
+        for row, (count, kept) in enumerate(lengths):
+            for position in range(count):
+                rows[row, 0] = (rows[row, 0] * 31 + ids[len(wanted)] + 7) % ODD
+                wanted.append(rows[row, 0] % VOCAB)
+                if position + 1 == kept:
+                    left[row] = rows[row]
+        numbers.index_copy_(0, states.write, left)
+        counts.index_copy_(0, states.write, starts + torch.tensor([kept for _, kept in lengths]))
         if batch.hidden_rows is not None:
             batch.hidden = torch.zeros(len(batch.hidden_rows), 1)
         likes = torch.nn.functional.one_hot(torch.stack(wanted), VOCAB).float()
-        return likes[batch.logits_rows]
+        return states.own(likes, batch)[batch.logits_rows]
 
 
 def generated(prompt: list[int], count: int) -> list[int]:
@@ -97,6 +105,71 @@ class StatefulDevice(TorchDevice):
 
 class GraphedDevice(StatefulDevice, FakeCudaDevice):
     """Of which decode steps are captured and replayed."""
+
+
+class Verifying(Running):
+    """The same, which can take in drafts later."""
+
+    spec = replace(SPEC, states=tuple(each._replace(inputs=1) for each in SPEC.states))
+
+
+class VerifyingDevice(TorchDevice):
+    def _load(self, device: torch.device, progress: Progress | None) -> Any:
+        return Verifying()
+
+
+class GraphedVerifyingDevice(VerifyingDevice, FakeCudaDevice):
+    """Of which decode steps are captured and replayed."""
+
+
+class Sometimes:
+    """Is right about some of the next tokens."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(3)
+
+    def propose(self, request: DraftRequest, most: int) -> list[int]:
+        found = generated(request.tokens.tolist(), most)
+        right = self._rng.randrange(most + 1)
+        return [*found[:right], *((token + 1) % VOCAB for token in found[right:])]
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("graphed", [False, True])
+async def test_a_stateful_model_verifies_drafts(monkeypatch: pytest.MonkeyPatch, graphed: bool) -> None:
+    """Steps behind those with drafts that were right are not replayed; all that follow are."""
+    if graphed:
+        kernels_or_skip("cpu")
+        cuda = install(monkeypatch)
+    settings = EngineConfig(
+        model="running",
+        device="cpu",
+        attention_backend="sdpa",
+        sampling_backend="triton" if graphed else "torch",
+        page_size=4,
+        num_pages=40,
+        max_running_requests=4,
+        max_draft_tokens=3,
+        adaptive_drafts=False,
+    )
+    wanted = SamplingParams(temperature=0, max_tokens=30)
+    prompts = [list(range(1, 3 + at)) for at in range(6)]
+    device = (GraphedVerifyingDevice if graphed else VerifyingDevice)(settings)
+    engine = Engine(
+        settings,
+        launcher=lambda _: InlineLauncher(device),
+        tokenizer=lambda _: None,
+        drafter=Sometimes(),
+    )
+    async with engine:
+        results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in prompts])
+        assert [result.token_ids for result in results] == [generated(each, 30) for each in prompts]
+        stats, info = engine.stats(), engine.info
+    assert stats.accepted_tokens > 40
+    assert stats.rejected_tokens > 40
+    assert info.state_bytes == (settings.num_slots + 5) * 20 + (settings.num_slots + 1) * 3 * 2 * 4
+    if graphed:
+        assert any(graph.replays for graph in cuda.recordings)
 
 
 @rest(SECONDS)
@@ -163,6 +236,25 @@ def test_only_steps_with_chunks_say_which_cells() -> None:
     assert len(first.ints) == len(plain.ints) + 4
 
 
+def test_steps_with_drafts_say_what_states_include_and_what_is_replayed() -> None:
+    absent: Any = None
+    slots, starts = np.asarray([3, 1, 2]), np.asarray([7, 5, 9])
+    for drafts, replays in (([[4, 5]], [0, 2, 1]), ([], [0, 0, 3]), ([[4], [5, 6, 7]], None)):
+        lengths = np.asarray([1] * (3 - len(drafts)) + [1 + len(each) for each in drafts])
+        generating = Generating([absent] * 3, slots, starts, lengths if drafts else None, drafts=drafts)
+        if replays is not None:
+            generating.replays = np.asarray(replays)
+        packer = Packer(TokenPacker(4), 4, 8, 4, states=True)
+        new = NewRequestData(SamplingParams(), 0, frozenset(), (), ())
+        generating.new_requests = dict.fromkeys(range(1, 4), new)
+        packed = packer.pack(Step(1, generating, (), int(lengths.sum())))
+        assert packed.replays is not None
+        assert packed.kept is not None
+        assert packed.kept.tolist() == [1, 1, 1]
+        assert np.diff(packed.replays).tolist() == (replays or [0, 0, 0])
+        assert "state_read" not in packed.sections._names
+
+
 # -- memory ----------------------------------------------------------------------------------------------
 
 CELL = 1000
@@ -191,6 +283,19 @@ def test_states_come_off_the_budget_of_the_pages(
     budget: int, settings: dict[str, Any], expected: PoolSize
 ) -> None:
     assert sized(budget, **settings) == expected
+
+
+def test_what_drafts_bring_to_states_comes_off_the_budget_of_the_pages() -> None:
+    """Of each slot and the null cell, but not of snapshots."""
+    spec = replace(BIG, states=(StateShape((CELL,), torch.uint8, 25),))
+    config = EngineConfig(page_size=10, max_running_requests=4, overlap_steps=1, max_draft_tokens=4)
+    assert stashed_drafts(config, spec) == 4
+    assert size_pool(config, spec, 1000, 10**9).state_bytes == 9 * (CELL + 4 * 25 * 4) + 16 * CELL
+    assert fit_states(config, spec, 2 * 9 * 1400) is config
+    assert fit_states(config, spec, 2 * 9 * 1400 - 1).max_running_requests == 3
+    off = replace(config, speculation="off")
+    assert size_pool(off, spec, 1000, 10**9).state_bytes == 25 * CELL
+    assert stashed_drafts(config, BIG) == 0
 
 
 def test_states_that_do_not_fit_name_the_setting() -> None:
