@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "FLOAT4",
     "MOST_JSON",
     "Float8Matrix",
     "QuantisedMatrix",
@@ -41,19 +42,23 @@ _POINTER = b"version https://git-lfs"
 _FACTOR_BITS = 32
 #: groups are multiples of this
 _LEAST_GROUP = 32
+#: the floats of 4 bits (e2m1: a sign, two bits of exponent, one of fraction), twice as large
+FLOAT4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class Rounding(NamedTuple):
     """Bits and size of groups."""
 
     bits: Literal[4, 6, 8]
-    #: a multiple of 32, of 6 and 8 bits also of 16; 0: one group
+    #: a multiple of 32, of 6 and 8 bits, or with a table, also of 16; 0: one group
     group: int
+    #: of 4 bits: 16 numbers from -127 to 127, at whose places values are; (): values are the numbers
+    table: tuple[int, ...] = ()
 
     @property
     def zero(self) -> int:
         """The number that stands for 0 where there are no offsets."""
-        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
+        return 0 if self.bits == 8 or self.table else 2 ** (self.bits - 1)
 
     def for_size(self, inner: int) -> Rounding:
         """This rounding for an inner dimension, with groups halved until they divide it, or have 32 numbers;
@@ -61,11 +66,12 @@ class Rounding(NamedTuple):
         group = self.group
         while group > _LEAST_GROUP and inner % group:
             group //= 2
-        return Rounding(self.bits, group)
+        return Rounding(self.bits, group, self.table)
 
 
 class QuantisedMatrix(NamedTuple):
-    """A matrix [rows, inner] of whole numbers: an element is ``scale * value + offset``."""
+    """A matrix [rows, inner] of whole numbers: an element is ``scale * value + offset``, or with the number
+    of a table that is at the place ``value``."""
 
     #: [rows, inner], one number a byte: uint8 for 4 and 6 bits, int8 for 8 bits
     values: torch.Tensor
@@ -106,11 +112,12 @@ class Tensors(Protocol):
         mapped file."""
 
     def rounding(self, name: str) -> Rounding | None:
-        """The quantisation of a matrix, if :meth:`quantised` can return it; None for anything else."""
+        """The quantisation of a matrix, or of the matrices of a stack, if :meth:`quantised` can return them;
+        None for anything else."""
         return None
 
-    def quantised(self, name: str) -> QuantisedMatrix:
-        """A matrix that has a rounding, as it is stored."""
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
+        """A matrix that has a rounding, as it is stored, [outputs, inner]; ``at``: its number in a stack."""
         raise AssertionError(f"{name} is not quantised")
 
     def float8(self, name: str) -> Float8Matrix | None:

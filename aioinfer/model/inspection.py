@@ -241,13 +241,8 @@ def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
 
 
 def kept(tensors: Tensors) -> frozenset[str]:
-    """Names of the weights that native layers keep as they are quantised; experts are dequantised."""
-    experts = ".experts", ".shared_expert"
-    return frozenset(
-        name
-        for name in tensors.names
-        if not any(part in name for part in experts) and tensors.rounding(name) is not None
-    )
+    """Names of the weights that native layers keep as they are quantised."""
+    return frozenset(name for name in tensors.names if tensors.rounding(name) is not None)
 
 
 def _stores_float8(tensors: Tensors, *, experts: bool) -> bool:

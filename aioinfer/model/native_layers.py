@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from aioinfer.checkpoint.tensors import QuantisedMatrix
 from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.gates import Gate
@@ -75,9 +76,8 @@ class NativeLayers(LayerKernels):
     def _gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
     ) -> FeedForward:
-        # A shared expert reads the inputs of the others, whose weights are never as they are stored.
-        both = self._packed(gate_up, self._rounding, gated=True, as_stored=not shared)
-        return NativeMLP(both, self._packed(down, self._rounding, as_stored=not shared), gate)
+        both = self._packed(gate_up, self._rounding, gated=True)
+        return NativeMLP(both, self._packed(down, self._rounding), gate)
 
     def _plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         return NativeMLP(self._packed(up, self._rounding), self._packed(down, self._rounding), gate)
@@ -88,23 +88,41 @@ class NativeLayers(LayerKernels):
         return NativeRouter(self._pool, rule, self._dtype)
 
     def _native_experts(self, stored: StoredExperts) -> NativeExperts:
-        blobs, name = self._blobs, stored.prefix
-        found = None if blobs is None else blobs.find(name)
-        if found is not None:
-            stored.declare()
-        self._packs |= self._rounding is None
-        experts = NativeExperts(
-            self._pool,
-            self._dtype,
-            (stored.num_experts, stored.hidden, stored.middle),
-            found or stored.each(),
-            self._rounding,
-            gate=stored.gate,
-            biases=stored.biases(),
-        )
-        if found is None and blobs is not None:
-            blobs.add(name, *experts.packed.memory)
-        return experts
+        kept = stored.roundings() if self._kept else None
+        if kept is None:
+            self._packs |= self._rounding is None
+        else:
+            self._kept_bits.update(each.bits for each in kept)
+        # Read where they are not in the cache, each when it is packed.
+        stored.declare()
+        matrices: Iterator[Sequence[torch.Tensor | QuantisedMatrix]]
+        matrices = stored.each() if kept is None else stored.each_quantised()
+        biases = stored.biases()
+        layers = [
+            self._expert(stored, index, lambda: next(matrices), kept, biases)
+            for index in range(stored.num_experts)
+        ]
+        return NativeExperts(self._pool, layers, stored.gate)
+
+    def _expert(
+        self,
+        stored: StoredExperts,
+        index: int,
+        read: Callable[[], Sequence[torch.Tensor | QuantisedMatrix]],
+        kept: tuple[Rounding, Rounding] | None,
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[NativeLinear, NativeLinear]:
+        """``read`` returns the matrices of this expert; ``kept``: their roundings, if they stay so."""
+        pair = functools.cache(read)
+        shapes = (2 * stored.middle, stored.hidden), (stored.hidden, stored.middle)
+
+        def made(at: int, what: str) -> NativeLinear:
+            own = kept[at] if kept else self._rounding and self._rounding.for_size(shapes[at][1])
+            name, bias = f"{stored.prefix}.{index}.{what}", None if biases is None else biases[at][index]
+            form = {"kept": kept is not None, "gated": at == 0}
+            return self._cached(name, lambda: pair()[at], bias, shapes[at], own, **form)
+
+        return made(0, "gate_up"), made(1, "down")
 
     def _decoder(self, spec: ModelSpec, trunk: Trunk, words: StoredMatrix, head: StoredMatrix) -> CausalLM:
         tied, cached = head is words, self._blobs is not None
@@ -153,10 +171,9 @@ class NativeLayers(LayerKernels):
         *,
         gated: bool = False,
         weight: torch.Tensor | None = None,
-        as_stored: bool = True,
     ) -> NativeLinear:
-        """``weight``: the matrix, if it has been read; ``as_stored``: one that is quantised may stay so."""
-        made = self._made(stored, rounding, gated=gated, weight=weight, as_stored=as_stored)
+        """``weight``: the matrix, if it has been read."""
+        made = self._made(stored, rounding, gated=gated, weight=weight)
         if self._targets is not None:
             index = self._targets.targets.add(stored)
             if index is not None:
@@ -170,34 +187,47 @@ class NativeLayers(LayerKernels):
         *,
         gated: bool,
         weight: torch.Tensor | None,
-        as_stored: bool,
     ) -> NativeLinear:
-        shape, pool, blobs = stored.shape, self._pool, self._blobs
-        if as_stored and self._quantised(stored):
-            return self._as_stored(stored, gated=gated)
-        self._packs |= rounding is None
-        own = None if rounding is None else rounding.for_size(shape[1])
-        found = None if blobs is None else blobs.find(stored.name)
+        kept = self._quantised(stored)
+        if kept:
+            own = stored.rounding
+            assert own is not None
+            self._kept_bits.add(own.bits)
+        else:
+            own = None if rounding is None else rounding.for_size(stored.shape[1])
+            self._packs |= own is None
+
+        def read() -> torch.Tensor | QuantisedMatrix:
+            if kept:
+                return stored.quantised()
+            return stored.view() if weight is None else weight
+
+        return self._cached(stored.name, read, stored.bias(), stored.shape, own, kept=kept, gated=gated)
+
+    def _cached(
+        self,
+        name: str,
+        read: Callable[[], torch.Tensor | QuantisedMatrix],
+        bias: torch.Tensor | None,
+        shape: tuple[int, int],
+        rounding: Rounding | None,
+        *,
+        kept: bool,
+        gated: bool,
+    ) -> NativeLinear:
+        """A layer from the file of packed weights, or from a matrix, which is then left there; ``kept``: that
+        is quantised already, as ``rounding`` says."""
+        pool, blobs, dtype = self._pool, self._blobs, self._dtype
+        found = None if blobs is None else blobs.find(name)
         if found is not None:
             return NativeLinear.mapped(
-                pool, found, stored.bias(), shape, own, dtype=stored.dtype, gated=gated
+                pool, found, bias, shape, rounding, dtype=dtype, gated=gated, kept=kept
             )
-        packed = NativeLinear(
-            pool, stored.view() if weight is None else weight, stored.bias(), own, gated=gated
-        )
+        matrix = read()
+        if isinstance(matrix, QuantisedMatrix):
+            made = NativeLinear.given(pool, matrix, bias, dtype=dtype, gated=gated)
+        else:
+            made = NativeLinear(pool, matrix, bias, rounding, gated=gated)
         if blobs is not None:
-            blobs.add(stored.name, *packed.packed.memory)
-        return packed
-
-    def _as_stored(self, stored: StoredMatrix, *, gated: bool) -> NativeLinear:
-        pool, blobs, rounding = self._pool, self._blobs, stored.rounding
-        form: dict[str, Any] = {"dtype": stored.dtype, "gated": gated}
-        assert rounding is not None, "it is not quantised"
-        self._kept_bits.add(rounding.bits)
-        found = None if blobs is None else blobs.find(stored.name)
-        if found is not None:
-            return NativeLinear.mapped(pool, found, stored.bias(), stored.shape, rounding, kept=True, **form)
-        made = NativeLinear.given(pool, stored.quantised(), stored.bias(), **form)
-        if blobs is not None:
-            blobs.add(stored.name, *made.packed.memory, made.packed.factors)
+            blobs.add(name, *made.packed.memory, made.packed.factors)
         return made

@@ -9,6 +9,7 @@ any processor.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Self
 
 import torch
@@ -101,6 +102,7 @@ class NativeLinear:
             size=memory.size,
             bias=None if bias is None else address(bias, dtype, rows),
             factors=memory.factors if kept else -1,
+            table=_table(rounding.table) if rounding is not None else None,
             **_shape(rows, inner, rounding, gated=gated),
         )
         packed = PackedWeights(pool, NUMBERS[dtype], arguments, memory.owner)
@@ -128,7 +130,7 @@ class NativeLinear:
         """
         values, scales, offsets, rounding = matrix
         rows, inner = values.shape
-        bits, group = rounding
+        bits, group, table = rounding
         groups = -(-inner // group) if group else 1
         factors = [scales] if offsets is None else [scales, offsets]
         if any(each.shape != (rows, groups) for each in factors) or (gated and rows % 2):
@@ -142,6 +144,7 @@ class NativeLinear:
             scales=address(scales, torch.float32, rows * groups),
             offsets=None if offsets is None else address(offsets, torch.float32, rows * groups),
             bias=None if bias is None else address(bias, torch.float32, rows),
+            table=_table(table),
             **_shape(rows, inner, rounding, gated=gated),
         )
         packed = PackedWeights(pool, NUMBERS[dtype], arguments)
@@ -182,7 +185,17 @@ class NativeLinear:
         return out
 
 
+@functools.cache
+def _kept_table(numbers: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int8)
+
+
+def _table(numbers: tuple[int, ...]) -> int | None:
+    """The address of a table, which stays there."""
+    return address(_kept_table(numbers), torch.int8, 16) if numbers else None
+
+
 def _shape(rows: int, inner: int, rounding: Rounding | None, *, gated: bool) -> dict[str, Any]:
-    bits, group = rounding or (0, 0)
+    bits, group, _ = rounding or (0, 0, ())
     outputs = rows // 2 if gated else rows
     return {"outputs": outputs, "inner": inner, "bits": bits, "group": group, "gated": gated}

@@ -32,8 +32,8 @@ class RenamedTensors(Tensors):
     def rounding(self, name: str) -> Rounding | None:
         return self._tensors.rounding(self._stored[name])
 
-    def quantised(self, name: str) -> QuantisedMatrix:
-        return self._tensors.quantised(self._stored[name])
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
+        return self._tensors.quantised(self._stored[name], at)
 
     def float8(self, name: str) -> Float8Matrix | None:
         return self._tensors.float8(self._stored[name])

@@ -15,7 +15,10 @@ from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding,
 from aioinfer.errors import ConfigError
 from aioinfer.system.mapped_pages import give_back
 
-__all__ = ["RandomWeights", "StoredMatrix", "Weights", "joined_block", "joined_float8"]
+__all__ = [
+    *("RandomWeights", "StoredMatrix", "Weights"),
+    *("joined_block", "joined_float8", "joined_quantised", "joint_rounding", "rows_of"),
+]
 
 
 #: bytes of mapped files that count as this process's memory while they are read, but for a larger tensor
@@ -96,10 +99,11 @@ class Weights:
         """Rounding of a matrix in the checkpoint; None: it has none, or cannot be taken as it is."""
         return self._tensors.rounding(name) if name in self.names else None
 
-    def quantised(self, name: str) -> QuantisedMatrix:
-        """A matrix that is quantised, as it is stored, on the CPU. Raises ConfigError."""
-        self._reads(name, 1)
-        return self._tensors.quantised(name)
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
+        """A matrix that is quantised, as it is stored, on the CPU; ``at``: its number in a stack. Raises
+        ConfigError."""
+        self._reads(name, 1, at)
+        return self._tensors.quantised(name, at)
 
     def float8(self, name: str) -> Float8Matrix | None:
         """A matrix that is stored as floats of 8 bits, or a stack of such, as it is stored, on the CPU; None:
@@ -119,11 +123,13 @@ class Weights:
             self._addresses.append(tensor.data_ptr())
         return tensor
 
-    def _reads(self, name: str, itemsize: int) -> None:
-        """A tensor is read next; those before it were copied, or come back as they are touched."""
+    def _reads(self, name: str, itemsize: int, at: int | None = None) -> None:
+        """A tensor is read next, or one of a stack; those before it were copied, or come back as they are
+        touched."""
         if self._read_bytes > _MOST_READ:
             self.give_back()
-        self._read_bytes += itemsize * math.prod(self._tensors.shape(name))
+        shape = self._tensors.shape(name)
+        self._read_bytes += itemsize * math.prod(shape if at is None else shape[1:])
 
     def give_back(self) -> None:
         """Take the files out of this process's memory. Nobody has written to a tensor yet."""
@@ -290,35 +296,17 @@ class StoredMatrix:
         """Rounding of :meth:`quantised`; None if one of its tensors is not quantised."""
         if self.transposed:
             return None
-        parts = [self._weights.rounding(f"{name}.weight") for name in self.names]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
-            return None
-        sizes = [part.group or self._width for part in known]
-        group = min(sizes)
-        if any(size % group for size in sizes):
-            return None
-        return Rounding(max(part.bits for part in known), 0 if group == self._width else group)
+        return joint_rounding([self._weights.rounding(f"{name}.weight") for name in self.names], self._width)
 
     def quantised(self) -> QuantisedMatrix:
         """The matrix as it is stored; parts of fewer bits, or of larger groups, as the others have them,
         without loss."""
         rounding = self.rounding
         assert rounding is not None, "it is not quantised"
-        parts = [_widened(self._weights.quantised(f"{name}.weight"), rounding) for name in self.names]
-        if len(parts) == 1 and self.order is None:
-            return parts[0]
-        offsets = [part.offsets for part in parts]
-        whole = None
-        if any(each is not None for each in offsets):
-            whole = torch.cat([_offsets(part) for part in parts])
-        values, scales = (
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.scales for part in parts]),
+        matrix = joined_quantised(
+            [self._weights.quantised(f"{name}.weight") for name in self.names], rounding
         )
-        if whole is not None:
-            whole = self._ordered(whole)
-        return QuantisedMatrix(self._ordered(values), self._ordered(scales), whole, rounding)
+        return matrix if self.order is None else rows_of(matrix, self.order)
 
     def float8(self) -> Float8Matrix | None:
         """The matrix as it is stored, if all of its tensors are floats of 8 bits, with blocks of one width;
@@ -388,6 +376,43 @@ def joined_float8(parts: Sequence[Float8Matrix], height: int | None = None) -> F
     return Float8Matrix(values, torch.cat(scales), (height, block[1]))
 
 
+def joint_rounding(parts: Sequence[Rounding | None], width: int) -> Rounding | None:
+    """The rounding that matrices of ``width`` columns, one below the other, can have without loss; None if
+    one has none, or groups that do not fit. Those with different tables have 8 bits."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    sizes, tables = [part.group or width for part in known], {part.table for part in known}
+    group = min(sizes)
+    if any(size % group for size in sizes):
+        return None
+    group = 0 if group == width else group
+    if len(tables) > 1:
+        return Rounding(8, group)
+    return Rounding(max(part.bits for part in known), group, tables.pop())
+
+
+def joined_quantised(matrices: Iterable[QuantisedMatrix], rounding: Rounding) -> QuantisedMatrix:
+    """Matrices, one below the other, in their joint rounding; parts of fewer bits, or of larger groups, as
+    the others have them, without loss."""
+    parts = [_widened(matrix, rounding) for matrix in matrices]
+    if len(parts) == 1:
+        return parts[0]
+    offsets = None
+    if any(part.offsets is not None for part in parts):
+        offsets = torch.cat([_offsets(part) for part in parts])
+    values, scales = (torch.cat(each) for each in zip(*(part[:2] for part in parts), strict=True))
+    return QuantisedMatrix(values, scales, offsets, rounding)
+
+
+def rows_of(matrix: QuantisedMatrix, order: torch.Tensor) -> QuantisedMatrix:
+    """The rows of a matrix in another order; ``order``: int64, of each row the present one."""
+    values, scales, offsets, rounding = matrix
+    return QuantisedMatrix(
+        values[order], scales[order], None if offsets is None else offsets[order], rounding
+    )
+
+
 def _offsets(matrix: QuantisedMatrix) -> torch.Tensor:
     return matrix.scales * -matrix.rounding.zero if matrix.offsets is None else matrix.offsets
 
@@ -397,7 +422,9 @@ def _widened(matrix: QuantisedMatrix, rounding: Rounding) -> QuantisedMatrix:
     if matrix.rounding == rounding:
         return matrix
     values, offsets = matrix.values, matrix.offsets
-    if matrix.rounding.bits != rounding.bits:
+    if matrix.rounding.table != rounding.table:
+        values = torch.tensor(matrix.rounding.table, dtype=torch.int8)[values.int()]
+    elif matrix.rounding.bits != rounding.bits:
         offsets = _offsets(matrix)
         if rounding.bits == 8:
             values = values.to(torch.int8)

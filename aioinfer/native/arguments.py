@@ -10,12 +10,11 @@ from aioinfer.native.structures import Address, Arguments, structure
 
 __all__ = [
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
-    "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
-    "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments", "MappedExpertsArguments",
-    "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
-    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments",
-    "RouterArguments", "SelfAttentionArguments", "SetExpertArguments",
-    "ShortConvArguments", "WeightsArguments",
+    "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments",
+    "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments", "MappedWeightsArguments",
+    "MixArguments", "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments",
+    "RepackArguments", "RouteArguments", "RouterArguments", "SelfAttentionArguments", "ShortConvArguments",
+    "WeightsArguments",
 ]  # fmt: skip
 
 
@@ -45,6 +44,7 @@ class MappedWeightsArguments(Arguments):
     bits: int
     group: int
     factors: int
+    table: Address
     gated: bool
 
 
@@ -61,6 +61,7 @@ class QuantisedWeightsArguments(Arguments):
     inner: int
     bits: int
     group: int
+    table: Address
     gated: bool
 
 
@@ -142,47 +143,9 @@ class RouteArguments(Arguments):
 
 @structure("experts", makes=True)
 class ExpertsArguments(Arguments):
-    """Allocate the experts of a layer."""
+    """Make the experts of a layer out of linear layers."""
 
     count: int
-    hidden: int
-    middle: int
-    bits: int
-    hidden_group: int
-    middle_group: int
-
-
-@structure("mapped_experts", makes=True)
-class MappedExpertsArguments(Arguments):
-    """Make the experts of a layer that are packed already."""
-
-    packed: Address
-    size: int
-    count: int
-    hidden: int
-    middle: int
-    bits: int
-    hidden_group: int
-    middle_group: int
-
-
-@structure("set_expert")
-class SetExpertArguments(Arguments):
-    """Pack one expert."""
-
-    pool: Address
-    experts: Address
-    index: int
-    gate_up: Address
-    down: Address
-
-
-@structure("set_expert_biases")
-class ExpertBiasesArguments(Arguments):
-    """Give one expert biases."""
-
-    experts: Address
-    index: int
     gate_up: Address
     down: Address
 

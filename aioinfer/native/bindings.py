@@ -65,8 +65,6 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "exchange_routers": (_done, [_handle, _handle]),
     "free_router": (None, [_handle]),
     "free_experts": (None, [_handle]),
-    "experts_data": (_handle, [_handle]),
-    "experts_bytes": (ctypes.c_int64, [_handle]),
     "free_decoder": (None, [_handle]),
     "set_residual_scale": (_done, [_handle, ctypes.c_int64, ctypes.c_float]),
     "set_table": (_done, [_handle, ctypes.c_void_p]),

@@ -13,32 +13,22 @@ from aioinfer.native.arguments import (
     AdaptedLayer,
     DecoderArguments,
     DequantiseArguments,
-    ExpertBiasesArguments,
     ExpertsArguments,
     ForwardArguments,
     LayerArguments,
     LinearArguments,
-    MappedExpertsArguments,
     MappedWeightsArguments,
     MixArguments,
     QuantisedWeightsArguments,
     RepackArguments,
     RouteArguments,
     RouterArguments,
-    SetExpertArguments,
     WeightsArguments,
 )
-from aioinfer.native.bindings import GATES, Kernels, Number, ThreadPool, release
+from aioinfer.native.bindings import GATES, Number, ThreadPool, release
 from aioinfer.native.structures import Address
 
 __all__ = ["PackedAdapter", "PackedExperts", "PackedRouter", "PackedWeights", "Stack"]
-
-
-def _memory(kernels: Kernels, kind: str, number: Number, handle: int) -> tuple[int, int]:
-    return (
-        kernels.function(f"{kind}_data_{number}", handle),
-        kernels.function(f"{kind}_bytes_{number}", handle),
-    )
 
 
 class PackedWeights:
@@ -64,7 +54,11 @@ class PackedWeights:
     @property
     def memory(self) -> tuple[int, int]:
         """Address and size in bytes of the packed weights, without their bias."""
-        return _memory(self.pool.kernels, "weights", self.number, self.handle)
+        function = self.pool.kernels.function
+        return (
+            function(f"weights_data_{self.number}", self.handle),
+            function(f"weights_bytes_{self.number}", self.handle),
+        )
 
     @property
     def factors(self) -> int:
@@ -170,39 +164,30 @@ class PackedRouter:
 
 
 class PackedExperts:
-    """The SwiGLUs of a layer in the layout of the kernels; see ``experts.hpp``."""
+    """The SwiGLUs of a layer; see ``experts.hpp``."""
 
     def __init__(
-        self,
-        pool: ThreadPool,
-        number: Number,
-        arguments: ExpertsArguments | MappedExpertsArguments,
-        keep: object = None,
+        self, pool: ThreadPool, number: Number, gate_up: list[PackedWeights], down: list[PackedWeights]
     ) -> None:
-        """Allocates them; :meth:`pack` fills them, unless they are packed already. ``keep`` is as with
-        :class:`PackedWeights`."""
-        self.pool, self.number, self.count, self._kept = pool, number, arguments.count, keep
-        self.hidden, self.middle = arguments.hidden, arguments.middle
-        self.handle: int = pool.kernels.call(arguments, number)
-        release(self, pool.kernels, f"free_experts_{number}", self.handle)
+        """
+        Args:
+            gate_up: the first layer of each expert, at least one, gated, from hidden to middle.
+            down: the second one of each, from middle to hidden.
 
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Address and size in bytes of the packed experts."""
-        return _memory(self.pool.kernels, "experts", self.number, self.handle)
-
-    def pack(self, expert: int, gate_up: int, down: int) -> None:
-        """Pack one expert, from [2 * middle, hidden], gates first, and [hidden, middle]."""
-        pool = self.pool
-        arguments = SetExpertArguments(
-            pool=pool.handle, experts=self.handle, index=expert, gate_up=gate_up, down=down
+        Raises:
+            InvalidArguments: their sizes or formats differ.
+        """
+        self.pool, self.number, self.count = pool, number, len(down)
+        self._kept = gate_up, down
+        first, second = (
+            (ctypes.c_void_p * len(each))(*(one.handle for one in each)) for each in (gate_up, down)
         )
-        pool.kernels.call(arguments, self.number)
-
-    def set_biases(self, expert: int, gate_up: int, down: int) -> None:
-        """Give one expert biases, [2 * middle], those of gates first, and [hidden]."""
-        arguments = ExpertBiasesArguments(experts=self.handle, index=expert, gate_up=gate_up, down=down)
-        self.pool.kernels.call(arguments, self.number)
+        arguments = ExpertsArguments(
+            count=self.count, gate_up=ctypes.addressof(first), down=ctypes.addressof(second)
+        )
+        self.handle: int = pool.kernels.call(arguments, number)
+        self.hidden, self.middle = down[0].outputs, down[0].inner
+        release(self, pool.kernels, f"free_experts_{number}", self.handle)
 
     def apply(
         self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int, gate: int

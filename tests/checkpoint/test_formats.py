@@ -196,14 +196,38 @@ def state(folder: Path, **fields: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-def generate(folder: Path, prompt: list[int], tokens: int = 10, kernels: Any = "auto", **params: Any) -> Any:
+def generate(
+    folder: Path,
+    prompt: list[int],
+    tokens: int = 10,
+    kernels: Any = "auto",
+    quantization: Any = "auto",
+    **params: Any,
+) -> Any:
     """The result of a greedy generation with a model directory."""
     config = EngineConfig(
-        model=str(folder), dtype="float32", num_pages=64, threads=1, attention_backend=kernels
-    )
+        model=str(folder), dtype="float32", num_pages=64, threads=1, attention_backend=kernels,
+        quantization=quantization,
+    )  # fmt: skip
     with LLM(config) as llm:
         (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=tokens, **params))
     return result
+
+
+def assert_experts_stay(folder: Path, oracle: Any, prompt: list[int], bits: int) -> None:
+    """With numbers that are dequantised ids are those of transformers; native kernels keep them as they are,
+    and round activations to 8 bits."""
+    expected = oracle(torch.tensor([prompt])).logits[0, -1].detach().log_softmax(0)
+    ids = greedy(oracle, prompt, 10)
+    assert generate(folder, prompt, kernels="sdpa").token_ids == ids
+    require("native")
+    assert generate(folder, prompt, kernels="native", quantization="none").token_ids == ids
+    options = LoadOptions(dtype="float32", device=torch.device("cpu"), kernels="native")
+    assert f"weights of {bits} bits as they are stored" in load_model(folder, options).spec.layer_reason
+    assert inspect_model(folder, options).stored_bits == [bits]
+    (first,) = generate(folder, prompt, 1, "native", logprobs=3).logprobs
+    for token, logprob in first.top:
+        assert logprob == pytest.approx(float(expected[token]), abs=0.2)
 
 
 def shuffled(weight: torch.Tensor) -> Encoded:
@@ -388,7 +412,7 @@ def test_float16_on_a_cpu_is_computed_in_bfloat16(tmp_path: Path) -> None:
         assert inspect_model(tmp_path, options).dtype == wanted
 
 
-def test_experts_are_dequantised(tmp_path: Path) -> None:
+def test_experts_stay_as_they_are_stored(tmp_path: Path) -> None:
     oracle = make_checkpoint("mixtral", tmp_path)
     names = {"w1": "gate", "w3": "up", "w2": "down"}
     tensors: Parts = {}
@@ -409,14 +433,11 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
                 first = 0 if names[part] == "gate" else middle
                 experts.gate_up_proj[int(expert), first : first + middle] = made
     requantise(tmp_path, tensors, FORMATS["awq"][0])
-    prompt = [3, 1, 4, 1, 5, 9, 2]
-    assert generate(tmp_path, prompt).token_ids == greedy(oracle, prompt, 10)
+    assert_experts_stay(tmp_path, oracle, [3, 1, 4, 1, 5, 9, 2], 4)
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("kernels", ["sdpa", "native"])
-def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernels: Any) -> None:
-    require(kernels)
+def test_a_shared_expert_stays_as_it_is_stored_beside_others_that_are_not_quantised(tmp_path: Path) -> None:
     oracle = make_checkpoint("qwen3.5-moe", tmp_path)
     config, encode, _ = FORMATS["int8"]
     tensors: Parts = {}
@@ -429,9 +450,7 @@ def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernel
         with torch.no_grad():
             oracle.get_parameter(key).copy_(made)
     requantise(tmp_path, tensors, config)
-    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cpu"))).stored_bits == []
-    prompt = [random.Random(3).randrange(200) for _ in range(9)]
-    assert generate(tmp_path, prompt, kernels=kernels).token_ids == greedy(oracle, prompt, 10)
+    assert_experts_stay(tmp_path, oracle, [random.Random(3).randrange(200) for _ in range(9)], 8)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 #: of the blocks that hold a float of 16 bits, where in a block it lies
 FACTORS = {
     "Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q4_K": [0, 2], "Q5_K": [0, 2],
-    "Q6_K": [208],
+    "Q6_K": [208], "Q2_K": [80, 82], "Q3_K": [108], "IQ4_NL": [0], "IQ4_XS": [0], "IQ1_S": [0],
+    "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0], "IQ3_XXS": [0], "IQ3_S": [0], "TQ1_0": [52], "TQ2_0": [64],
 }  # fmt: skip
 
 
@@ -110,7 +111,10 @@ def blocks(kind: str, rows: int, inner: int, seed: int) -> np.ndarray[Any, Any]:
     rng = np.random.default_rng(seed)
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     data = rng.integers(0, 256, (rows, inner // elements, size), dtype=np.uint8)
-    for at in FACTORS[kind]:
+    if kind == "IQ1_M":
+        # The float has its upper bits in the last byte.
+        data[:, :, -1] &= 0xBF
+    for at in FACTORS.get(kind, []):
         factor = rng.normal(size=(rows, inner // elements, 1)).astype("<f2")
         data[:, :, at : at + 2] = factor.view(np.uint8)
     return data.reshape(rows, -1)
@@ -125,12 +129,15 @@ def test_blocks_are_taken_apart_without_loss(kind: str) -> None:
     assert values.shape == (5, 512)
     assert scales.shape == (5, 512 // rounding.group)
     assert values.dtype == (np.int8 if rounding.bits == 8 else np.uint8)
-    wide = values.astype(np.float32).reshape(5, -1, rounding.group)
-    if offsets is None:
-        wide = (wide - rounding.zero) * scales[..., None]
-    else:
-        wide = wide * scales[..., None] + offsets[..., None]
-    expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
+    assert set(rounding.table) <= {*range(-127, 128)}
+    numbers = np.array(rounding.table)[values] if rounding.table else values
+    wide = numbers.astype(np.float32).reshape(5, -1, rounding.group)
+    with np.errstate(over="ignore"):  # the largest exponents of MXFP4
+        if offsets is None:
+            wide = (wide - rounding.zero) * scales[..., None]
+        else:
+            wide = wide * scales[..., None] + offsets[..., None]
+        expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
     np.testing.assert_array_equal(wide.reshape(5, 512), expected)
 
 
@@ -141,6 +148,8 @@ def test_blocks_are_taken_apart_without_loss(kind: str) -> None:
         (["Q4_K", "Q4_K", "Q6_K"], Rounding(6, 16)),
         (["Q5_K", "Q5_0", "Q4_1"], Rounding(6, 32)),
         (["Q6_K", "Q8_0", "Q4_0"], Rounding(8, 16)),
+        (["Q4_K", "Q2_K", "IQ4_XS"], Rounding(8, 16)),
+        (["Q3_K", "Q3_K", "Q6_K"], Rounding(8, 16)),
     ],
 )
 def test_a_matrix_of_differing_types_keeps_all_of_them(
@@ -339,7 +348,7 @@ def examine(path: Path) -> None:
         tensors.shape(name)
         tensors.read(name)
         if tensors.rounding(name) is not None:
-            tensors.quantised(name)
+            tensors.quantised(name, 0 if len(tensors.shape(name)) > 2 else None)
     checkpoint.tokenizer()
 
 

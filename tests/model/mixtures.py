@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from aioinfer.checkpoint.tensors import Float8Matrix
+from aioinfer.checkpoint.tensors import Float8Matrix, Rounding
 from aioinfer.model.float8 import rounded_matrix
 from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts
@@ -100,13 +100,26 @@ class Mixture:
 
 def by_native(task: Mixture, threads: int = 2) -> Any:
     """The experts of a task on native kernels."""
-    from aioinfer.model.moe.native_experts import NativeExperts
     from aioinfer.native.bindings import ThreadPool
 
-    count, hidden, middle = task.stack.down.shape
-    pairs = zip(task.stack.gate_up, task.stack.down, strict=True)
-    more: dict[str, Any] = {"gate": task.stack.gate, "biases": task.stack.biases}
-    return NativeExperts(ThreadPool(threads), task.hidden.dtype, (count, hidden, middle), pairs, **more)
+    return native_experts(ThreadPool(threads), task.stack)
+
+
+def native_experts(pool: Any, stack: ExpertWeights, rounding: Rounding | None = None) -> Any:
+    """The same of a stack, rounded or not."""
+    from aioinfer.model.moe.native_experts import NativeExperts
+    from aioinfer.model.native_linear import NativeLinear
+
+    def layer(weights: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> NativeLinear:
+        own = None if rounding is None else rounding.for_size(weights.shape[1])
+        return NativeLinear(pool, weights, bias, own, gated=gated)
+
+    first, second = stack.biases or ((None,) * len(stack.down),) * 2
+    layers = [
+        (layer(gate_up, one, gated=True), layer(down, other, gated=False))
+        for gate_up, down, one, other in zip(stack.gate_up, stack.down, first, second, strict=True)
+    ]
+    return NativeExperts(pool, layers, stack.gate)
 
 
 def rounded_stack(weights: torch.Tensor, block: tuple[int, int]) -> Float8Matrix:

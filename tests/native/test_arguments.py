@@ -13,7 +13,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native import bindings
-from aioinfer.native.arguments import ExpertsArguments
+from aioinfer.native.arguments import RouteArguments
 from aioinfer.native.bindings import Kernels, LayoutMismatch, ThreadPool, kernels, shared_thread_pool
 from aioinfer.native.build import build
 from aioinfer.native.processor import choose_tiles
@@ -21,10 +21,10 @@ from aioinfer.native.structures import STRUCTURES, Arguments, describe
 from aioinfer.native.tensors import address, rows_address
 from tests.native.support import normal
 
-FIELDS = dict(ExpertsArguments._fields_)
+FIELDS = dict(RouteArguments._fields_)
 
 
-def structure(fields: dict[str, Any], name: str = "ExpertsArguments") -> type[Arguments]:
+def structure(fields: dict[str, Any], name: str = "RouteArguments") -> type[Arguments]:
     """A structure with these fields in place of the real one."""
     return type(name, (Arguments,), {"__slots__": (), "_fields_": list(fields.items())})
 
@@ -32,9 +32,9 @@ def structure(fields: dict[str, Any], name: str = "ExpertsArguments") -> type[Ar
 def test_the_library_and_the_bindings_agree_on_every_structure() -> None:
     text = kernels().function("layout").decode()
     assert text.splitlines() == [describe(structure) for structure in STRUCTURES]
-    assert describe(ExpertsArguments) == (
-        "ExpertsArguments count:int@0 hidden:int@8 middle:int@16 bits:int@24"
-        " hidden_group:int@32 middle_group:int@40 size:48"
+    assert describe(RouteArguments) == (
+        "RouteArguments pool:address@0 router:address@8 values:address@16 count:int@24"
+        " hidden:int@32 weights:address@40 experts:address@48 size:56"
     )
 
 
@@ -43,26 +43,26 @@ def test_the_library_and_the_bindings_agree_on_every_structure() -> None:
     [
         (
             structure({**FIELDS, "more": ctypes.c_int64}),
-            "ExpertsArguments: the library has size:48 where the bindings have more:int@48",
+            "RouteArguments: the library has size:56 where the bindings have more:int@56",
         ),
         (
-            structure({**FIELDS, "middle": ctypes.c_float}),
-            "ExpertsArguments: the library has middle:int@16 where the bindings have middle:float@16",
+            structure({**FIELDS, "hidden": ctypes.c_float}),
+            "RouteArguments: the library has hidden:int@32 where the bindings have hidden:float@32",
         ),
         (
-            structure({name: FIELDS[name] for name in ("hidden", "count", *list(FIELDS)[2:])}),
-            "ExpertsArguments: the library has count:int@0 where the bindings have hidden:int@0",
+            structure({name: FIELDS[name] for name in ("router", "pool", *list(FIELDS)[2:])}),
+            "RouteArguments: the library has pool:address@0 where the bindings have router:address@0",
         ),
         (
             structure(FIELDS, "OtherArguments"),
-            "ExpertsArguments: the library has ExpertsArguments where the bindings have nothing",
+            "OtherArguments: the library has nothing where the bindings have OtherArguments",
         ),
     ],
     ids=["more", "float", "order", "name"],
 )
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, other: type[Arguments], why: str) -> None:
     path = str(build())
-    others = [other if kind is ExpertsArguments else kind for kind in STRUCTURES]
+    others = [other if kind is RouteArguments else kind for kind in STRUCTURES]
     monkeypatch.setattr(bindings, "STRUCTURES", others)
     with pytest.raises(LayoutMismatch, match=f"^argument structure {why}$"):
         Kernels(path, choose_tiles())
@@ -84,17 +84,17 @@ def test_with_another_layout_an_engine_computes_with_torch(monkeypatch: pytest.M
 
 def test_a_field_that_does_not_exist_is_an_error() -> None:
     with pytest.raises(AttributeError, match="int4"):
-        ExpertsArguments(count=1, hidden=16, middle=16, int4=True)  # type: ignore[call-arg]
-    arguments = ExpertsArguments.zeros()
+        RouteArguments(**dict.fromkeys(FIELDS, 0), int4=True)  # type: ignore[call-arg]
+    arguments = RouteArguments.zeros()
     with pytest.raises(AttributeError, match="cuont"):
         arguments.cuont = 1  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         arguments.count = 1.5  # type: ignore[assignment]
-    assert (arguments.count, arguments.bits) == (0, 0)
+    assert (arguments.count, arguments.hidden) == (0, 0)
 
 
 def test_an_entry_point_takes_no_other_structure() -> None:
-    arguments = ExpertsArguments(count=1, hidden=16, middle=16, bits=0, hidden_group=0, middle_group=0)
+    arguments = RouteArguments(**dict.fromkeys(FIELDS, 0))
     with pytest.raises(ctypes.ArgumentError):
         kernels().function("sample", arguments)
     with pytest.raises(KeyError):

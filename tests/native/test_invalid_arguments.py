@@ -21,6 +21,7 @@ from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.layer import Embedding, Layer, Trunk
 from aioinfer.model.loader import load_model
 from aioinfer.model.mixers.self_attention import SelfAttention
+from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.native import NativeDecoder, NativeMLP
@@ -38,6 +39,7 @@ from aioinfer.native.bindings import (
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.native_sampler import NativeLogits, NativeLogprobs, sample_tokens
 from tests.model.harness import attention_for, build_batch
+from tests.model.mixtures import native_experts
 from tests.native.support import Bench, Heads, Row, draw_rows, normal
 from tests.sampling.support import make_batch
 from tests.tiers import PROGRAM, rest
@@ -260,16 +262,22 @@ def small_spec() -> ModelSpec:
 
 def test_experts_that_do_not_exist_are_refused() -> None:
     pool = shared_thread_pool(2)
-    each = [(normal(64, 32, seed=at), normal(32, 32, seed=at)) for at in range(4)]
-    experts = NativeExperts(pool, torch.float32, (4, 32, 32), each)
+    stack = ExpertWeights(normal(4, 64, 32, seed=0), normal(4, 32, 32, seed=1))
+    experts = native_experts(pool, stack)
     values, weights = normal(3, 32, seed=1), torch.ones(3, 2)
     for bad in (*EXTREMES, 4):
         with pytest.raises(InvalidArguments, match=r"chosen\[5\]"):
             experts(values, weights, torch.tensor([[0, 1], [2, 3], [3, bad]]))
-        with pytest.raises(InvalidArguments, match="expert"):
-            experts.packed.pack(bad, each[0][0].data_ptr(), each[0][1].data_ptr())
-    with pytest.raises(InvalidArguments, match="experts need"):
-        NativeExperts(pool, torch.float32, (0, 32, 32), [])
+    layers = native_experts(pool, stack, Rounding(8, 32)).layers
+    with pytest.raises(InvalidArguments, match="several formats"):
+        NativeExperts(pool, [*experts.layers, *layers])
+    with pytest.raises(InvalidArguments, match="another size"):
+        NativeExperts(
+            pool,
+            [*experts.layers, (NativeLinear(pool, normal(96, 32, seed=0), None, gated=True), layers[0][1])],
+        )
+    with pytest.raises(InvalidArguments, match="not gated"):
+        NativeExperts(pool, [(layers[0][1], layers[0][1])])
     for top_k in (0, 5, -1):
         with pytest.raises(InvalidArguments, match="top_k"):
             NativeRouter(pool, SoftmaxRouter(normal(4, 32, seed=0), top_k, normalize=True), torch.float32)

@@ -17,14 +17,13 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
-from aioinfer.model.moe.native_experts import NativeExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import FLOAT8, Quantization, Rounding
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from aioinfer.params import SamplingParams
 from tests.model.block_models import block_config, write_checkpoint
-from tests.model.mixtures import Mixture
+from tests.model.mixtures import Mixture, native_experts
 from tests.native.support import DTYPES, UNIT, normal, prompt_logits
 from tests.tiers import SECONDS, rest, thinned
 
@@ -33,11 +32,11 @@ WAYS: list[Quantization] = [way for way in get_args(Quantization) if way not in 
 
 
 def test_groups_are_the_largest_that_divide_the_inner_dimension() -> None:
-    assert Rounding(8, 128).for_size(1024) == (8, 128)
-    assert Rounding(8, 128).for_size(576) == (8, 64)
-    assert Rounding(4, 64).for_size(1536) == (4, 64)
-    assert Rounding(4, 64).for_size(80) == (4, 32)
-    assert Rounding(8, 0).for_size(80) == (8, 0)
+    assert Rounding(8, 128).for_size(1024) == Rounding(8, 128)
+    assert Rounding(8, 128).for_size(576) == Rounding(8, 64)
+    assert Rounding(4, 64).for_size(1536) == Rounding(4, 64)
+    assert Rounding(4, 64).for_size(80) == Rounding(4, 32)
+    assert Rounding(8, 0).for_size(80) == Rounding(8, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,7 +46,7 @@ def test_experts_are_made_of_rounded_layers(tokens: int, rounding: Rounding, dty
     task = Mixture.make(tokens, num_experts=3, hidden=80, middle=48, dtype=dtype)
     pool = shared_thread_pool(2)
     pairs = list(zip(task.stack.gate_up, task.stack.down, strict=True))
-    experts = NativeExperts(pool, dtype, (3, 80, 48), pairs, rounding)
+    experts = native_experts(pool, task.stack, rounding)
     of_each = []
     for gate_up, down in pairs:
         gated = NativeLinear(pool, gate_up, None, rounding.for_size(80), gated=True)(task.hidden)
@@ -67,13 +66,12 @@ def test_a_token_has_the_same_bits_among_other_tokens_of_its_experts(
     rounding: Rounding, dtype: torch.dtype
 ) -> None:
     task = Mixture.make(60, num_experts=5, hidden=64, middle=96, dtype=dtype)
-    pairs = list(zip(task.stack.gate_up, task.stack.down, strict=True))
-    alone = NativeExperts(shared_thread_pool(1), dtype, (5, 64, 96), pairs, rounding)
+    alone = native_experts(shared_thread_pool(1), task.stack, rounding)
     wanted = torch.cat(
         [alone(task.hidden[t : t + 1], task.weights[t : t + 1], task.experts[t : t + 1]) for t in range(60)]
     )
     for threads in (1, 2, 3, 5):
-        experts = NativeExperts(shared_thread_pool(threads), dtype, (5, 64, 96), pairs, rounding)
+        experts = native_experts(shared_thread_pool(threads), task.stack, rounding)
         for count in (*range(1, 10), 17, 33, 60):
             got = experts(task.hidden[:count], task.weights[:count], task.experts[:count])
             assert torch.equal(got, wanted[:count]), (threads, count)

@@ -265,7 +265,7 @@ class QuantisedTensors(Tensors):
         stored = self._modules.get(name)
         return None if stored is None else self._format.rounding(stored)
 
-    def quantised(self, name: str) -> QuantisedMatrix:
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
         return self._format.matrix(self._modules[name])
 
     def float8(self, name: str) -> Float8Matrix | None:
@@ -331,7 +331,8 @@ def dequantised(matrix: QuantisedMatrix) -> torch.Tensor:
     group = rounding.group or inner
     found = torch.empty(rows, inner)
     for part in row_slices(rows, inner):
-        wide = values[part].float().reshape(-1, inner // group, group)
+        numbers = torch.tensor(rounding.table)[values[part].int()] if rounding.table else values[part]
+        wide = numbers.float().reshape(-1, inner // group, group)
         if offsets is None:
             wide -= rounding.zero
         wide *= scales[part, :, None]

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from aioinfer.checkpoint.formats.base import NothingQuantised
-from aioinfer.checkpoint.tensors import Tensors
+from aioinfer.checkpoint.formats.base import NothingQuantised, dequantised
+from aioinfer.checkpoint.tensors import FLOAT4, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,15 +23,14 @@ __all__ = ["MXFP4Tensors"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
 #: bytes of a group
 _BYTES = 16
-#: what 4 bits stand for: sign, two bits of exponent, one of fraction
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_ROUNDING = Rounding(4, 2 * _BYTES, FLOAT4)
 _BIAS = 127
 #: the exponent, plus that, whose numbers bfloat16 has, up to 6 times 2 to that power; 255 is no number
 _LARGEST = 252
 
 
 class MXFP4Tensors(Tensors):
-    """Tensors with stacks of experts in this format, which are dequantised."""
+    """Tensors with stacks of experts in this format."""
 
     def __init__(self, tensors: Tensors) -> None:
         """Raises ConfigError if blocks have no scales, or if sizes do not fit."""
@@ -62,22 +61,30 @@ class MXFP4Tensors(Tensors):
 
         if name not in self._shapes:
             return self._tensors.read(name)
+        experts, inner, rows = self._shapes[name]
+        found = torch.empty(experts, rows, inner, dtype=torch.bfloat16)
+        for expert in range(experts):
+            found[expert] = dequantised(self.quantised(name, expert))
+        return found.mT
+
+    def rounding(self, name: str) -> Rounding | None:
+        return _ROUNDING if name in self._shapes else None
+
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
+        """A matrix of a stack as rows of its outputs, which transformers has transposed."""
+        import torch
+
         blocks, scales = self._tensors.read(f"{name}{_BLOCKS}"), self._tensors.read(f"{name}{_SCALES}")
         for part, found in ((_BLOCKS, blocks), (_SCALES, scales)):
             if found.dtype != torch.uint8:
                 raise ConfigError(f"model: {name}{part} is of {found.dtype}, not uint8")
-        if bool((scales > _LARGEST).any()):
+        exponents, packed = scales[at], blocks[at].view(scales.shape[1], -1)
+        if bool((exponents > _LARGEST).any()):
             raise ConfigError(f"model: {name}{_SCALES} has scales beyond those of bfloat16")
-        experts, rows, groups = scales.shape
-        blocks = blocks.view(experts, rows, groups, _BYTES)
-        values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
-        found = torch.empty(experts, rows, groups, 2 * _BYTES, dtype=torch.bfloat16)
-        for expert in range(experts):
-            exponents = scales[expert].int()[..., None] - _BIAS
-            factor = torch.ldexp(torch.ones(exponents.shape), exponents)
-            found[expert, ..., 0::2] = values[(blocks[expert] & 15).int()] * factor
-            found[expert, ..., 1::2] = values[(blocks[expert] >> 4).int()] * factor
-        return found.view(experts, rows, -1).mT
+        values = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+        # Of numbers that are twice as large.
+        factors = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS - 1)
+        return QuantisedMatrix(values, factors, None, _ROUNDING)
 
     def _shape(self, name: str) -> tuple[int, int, int]:
         """The shape of a tensor, from those of its parts. Raises ConfigError."""

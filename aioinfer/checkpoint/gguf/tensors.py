@@ -29,7 +29,7 @@ _Found = TypeVar("_Found")
 
 
 class StoredTensors(Tensors):
-    """Tensors as they lie in a GGUF file; blocks of 4 to 8 bits keep their numbers."""
+    """Tensors as they lie in a GGUF file; blocks keep their numbers."""
 
     def __init__(self, stored: dict[str, StoredTensor]) -> None:
         """``stored``: by their names."""
@@ -56,13 +56,17 @@ class StoredTensors(Tensors):
     def rounding(self, name: str) -> Rounding | None:
         stored = self._stored[name]
         kind = stored.kind.name
-        return BLOCKS[kind][0] if kind in BLOCKS and len(stored.shape) == 2 else None
+        return BLOCKS[kind][0] if kind in BLOCKS and len(stored.shape) in (2, 3) else None
 
-    def quantised(self, name: str) -> QuantisedMatrix:
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
         import torch
 
-        rounding, unpack = BLOCKS[self._stored[name].kind.name]
-        values, scales, offsets = unpack(self._rows(name))
+        stored, data = self._stored[name], self._rows(name)
+        rounding, unpack = BLOCKS[stored.kind.name]
+        if at is not None:
+            rows = stored.shape[1]
+            data = data[at * rows : (at + 1) * rows]
+        values, scales, offsets = unpack(data)
         return QuantisedMatrix(
             torch.from_numpy(values),
             torch.from_numpy(scales),

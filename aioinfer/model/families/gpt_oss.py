@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.checkpoint.tensors import QuantisedMatrix
 from aioinfer.model.families.base import NormWeight, Source
 from aioinfer.model.families.mixture import Mixture
 from aioinfer.model.gates import LIMIT, STEEPNESS, Gate
@@ -19,6 +20,7 @@ from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import StoredExperts
+from aioinfer.model.weights import rows_of
 
 __all__ = ["AlternatingExperts", "GptOss"]
 
@@ -42,6 +44,11 @@ class AlternatingExperts(StoredExperts):
         for expert in range(self.num_experts):
             rows = gate_up[expert].T
             yield torch.cat((rows[::2], rows[1::2])), down[expert].T.contiguous()
+
+    def each_quantised(self) -> Iterator[tuple[QuantisedMatrix, QuantisedMatrix]]:
+        order = torch.arange(2 * self.middle).view(-1, 2).T.flatten()
+        for gate_up, down in StoredExperts.each_quantised(self):
+            yield rows_of(gate_up, order), down
 
     def float8_blocks(self) -> None:
         """None: kernels do not read rows in another order, transposed."""

@@ -6,15 +6,17 @@ to the bit: the results of its experts are added up best first, for any other to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
+from aioinfer.checkpoint.tensors import QuantisedMatrix
 from aioinfer.model.gates import Gate
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
+from aioinfer.model.moe.sparse import StoredExperts
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Rounding
-from aioinfer.model.weights_cache import MappedMemory
-from aioinfer.native.arguments import ExpertsArguments, MappedExpertsArguments, WeightsArguments
+from aioinfer.native.arguments import WeightsArguments
 from aioinfer.native.bindings import GATES, ThreadPool
 from aioinfer.native.packed import PackedExperts, PackedRouter, PackedWeights
 from aioinfer.native.tensors import NUMBERS, address
@@ -85,71 +87,40 @@ class NativeRouter:
 class NativeExperts:
     """Experts with packed weights."""
 
-    __slots__ = ("dtype", "gate", "packed")
+    __slots__ = ("dtype", "gate", "layers", "packed")
 
     def __init__(
-        self,
-        pool: ThreadPool,
-        dtype: torch.dtype,
-        sizes: tuple[int, int, int],
-        experts: Iterable[tuple[torch.Tensor, torch.Tensor]] | MappedMemory,
-        rounding: Rounding | None = None,
-        *,
-        gate: Gate = "silu",
-        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, pool: ThreadPool, layers: Sequence[tuple[NativeLinear, NativeLinear]], gate: Gate = "silu"
     ) -> None:
         """
         Args:
-            sizes: number of experts, hidden, middle.
-            experts: [2 * middle, hidden] and [hidden, middle] of each; it is packed before the next is taken.
-                Or what ``packed.memory`` was when they were packed and written to a file.
-            rounding: of their weights; None: not rounded.
-            biases: [count, 2 * middle], those of gates first, and [count, hidden]; or None.
+            layers: of each expert, at least one, a gated layer from hidden to middle, and one back.
 
         Raises:
-            InvalidArguments: experts of these sizes are packed into another size.
+            InvalidArguments: their sizes or formats differ.
         """
-        self.dtype, self.gate = dtype, gate
-        count, hidden, middle = sizes
-        shape = {
-            "count": count,
-            "hidden": hidden,
-            "middle": middle,
-            "bits": 0 if rounding is None else rounding.bits,
-            "hidden_group": 0 if rounding is None else rounding.for_size(hidden).group,
-            "middle_group": 0 if rounding is None else rounding.for_size(middle).group,
-        }
-        if isinstance(experts, MappedMemory):
-            mapped = MappedExpertsArguments(packed=experts.address, size=experts.size, **shape)
-            self.packed = PackedExperts(pool, NUMBERS[dtype], mapped, experts.owner)
-        else:
-            self.packed = PackedExperts(pool, NUMBERS[dtype], ExpertsArguments(**shape))
-            self._pack(experts)
-        self._set_biases(biases)
+        self.layers, self.gate, self.dtype = layers, gate, layers[0][0].dtype
+        gate_up, down = ([pair[at].packed for pair in layers] for at in (0, 1))
+        self.packed = PackedExperts(pool, NUMBERS[self.dtype], gate_up, down)
 
-    def set(
-        self,
-        experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-        biases: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
-        """Pack the weights and biases of other experts in place of the present ones."""
-        self._pack(experts)
-        self._set_biases(biases)
+    @property
+    def kept(self) -> tuple[Rounding, Rounding] | None:
+        """How gate and up, and down, were quantised already when they were given; None: they were not."""
+        first, second = (layer.kept for layer in self.layers[0])
+        return None if first is None or second is None else (first, second)
 
-    def _pack(self, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        packed, dtype = self.packed, self.dtype
-        count = packed.middle * packed.hidden
-        for index, (gate_up, down) in enumerate(experts):
-            gate_up, down = gate_up.contiguous(), down.contiguous()
-            packed.pack(index, address(gate_up, dtype, 2 * count), address(down, dtype, count))
-
-    def _set_biases(self, biases: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        packed, dtype = self.packed, self.dtype
-        for index in range(0 if biases is None else packed.count):
-            assert biases is not None
-            first, second = (each[index].contiguous() for each in biases)
-            both = address(first, dtype, 2 * packed.middle)
-            packed.set_biases(index, both, address(second, dtype, packed.hidden))
+    def set(self, stored: StoredExperts) -> None:
+        """Pack the weights and biases of other experts in place of the present ones; quantised alike."""
+        biases = stored.biases()
+        matrices = stored.each() if self.kept is None else stored.each_quantised()
+        pair: Sequence[torch.Tensor | QuantisedMatrix]
+        for index, pair in enumerate(matrices):
+            for at, layer in enumerate(self.layers[index]):
+                matrix, bias = pair[at], None if biases is None else biases[at][index]
+                if isinstance(matrix, QuantisedMatrix):
+                    layer.set_quantised(matrix, bias)
+                else:
+                    layer.set(matrix, bias)
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         hidden, weights, experts = hidden.contiguous(), weights.float().contiguous(), experts.contiguous()

@@ -8,17 +8,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from aioinfer.checkpoint.tensors import Float8Matrix
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.model.gates import Gate
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
-from aioinfer.model.weights import Weights, joined_block, joined_float8
+from aioinfer.model.weights import Weights, joined_block, joined_float8, joined_quantised, joint_rounding
 
 __all__ = ["GATE_UP_DOWN", "TOGETHER", "ExpertBlocks", "GatedExpert", "SparseMLP", "StoredExperts"]
 
 #: heights and widths of the blocks of gate_up and of down
 ExpertBlocks = tuple[tuple[int, int], tuple[int, int]]
+#: names of tensors, and, where they are stacks, the number of a matrix
+_Parts = list[tuple[str, int | None]]
 #: the usual names of the tensors of an expert
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 #: and of the tensors of all experts, gate and up in one
@@ -140,6 +142,43 @@ class StoredExperts:
         for expert in range(self.num_experts):
             self._take_one(expert, gate_up, one)
             yield gate_up, one
+
+    def roundings(self) -> tuple[Rounding, Rounding] | None:
+        """How gate and up, and down, are quantised in the checkpoint; None if not all experts are."""
+        every = zip(*map(self._matrices, range(self.num_experts)), strict=True)
+        names = [dict.fromkeys(name for each in part for name, _ in each) for part in every]
+        first, second = (
+            joint_rounding([self.weights.rounding(name) for name in part], width)
+            for part, width in zip(names, (self.hidden, self.middle), strict=True)
+        )
+        return None if first is None or second is None else (first, second)
+
+    def each_quantised(self) -> Iterator[tuple[QuantisedMatrix, QuantisedMatrix]]:
+        """Yield the matrices of each expert as they are stored, on the CPU, in :meth:`roundings`."""
+        roundings = self.roundings()
+        assert roundings is not None, "they are not quantised"
+        for expert in range(self.num_experts):
+            gate_up, down = (
+                joined_quantised([self.weights.quantised(*part) for part in parts], rounding)
+                for parts, rounding in zip(self._matrices(expert), roundings, strict=True)
+            )
+            yield gate_up, down
+
+    @property
+    def matrices(self) -> list[str]:
+        """The full names of their tensors that are no biases."""
+        return [f"{self.prefix}.{name}" for name in self.shapes() if not name.endswith("bias")]
+
+    def _matrices(self, expert: int) -> tuple[_Parts, _Parts]:
+        """The parts of gate and up, and of down."""
+        prefix = self.prefix
+        if self._together:
+            return [(f"{prefix}.gate_up_proj", expert)], [(f"{prefix}.down_proj", expert)]
+        if self._apart:
+            parts: _Parts = [(f"{prefix}.{name}", expert) for name in GATE_UP_DOWN]
+        else:
+            parts = [(f"{prefix}.{expert}.{name}.weight", None) for name in self.names]
+        return parts[:2], parts[2:]
 
     def float8_blocks(self) -> ExpertBlocks | None:
         """The blocks of gate_up and of down, if all experts are stored as floats of 8 bits, in blocks of the

@@ -88,6 +88,13 @@ class Rewriting(LayerKernels):
         start = self.weights.num_asked
         stored.declare()
         if self.weights.whole(self.weights.asked_since(start), f"the experts of {stored.prefix}"):
+            kept = getattr(experts, "kept", None)
+            if kept is not None and stored.roundings() != kept:
+                raise ConfigError(
+                    f"model: the experts of {stored.prefix} must be quantised as in the checkpoint that was "
+                    "loaded"
+                )
+            self.kept.update(() if kept is None else stored.matrices)
             self.changes.append(partial(_set_experts, experts, stored))
         return SparseMLP(router, experts, shared)
 
@@ -148,7 +155,7 @@ def _set_router(router: Any, rule: Rule) -> None:
 
 def _set_experts(experts: Any, stored: StoredExperts) -> None:
     if hasattr(experts, "set"):
-        experts.set(stored.each(), stored.biases())
+        experts.set(stored)
     elif isinstance(experts, Float8Experts):
         experts.set_stored(stored)
     else:

@@ -47,7 +47,7 @@ class GivenTensors:
     def rounding(self, name: str) -> Rounding | None:
         return None
 
-    def quantised(self, name: str) -> QuantisedMatrix:
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
         raise AssertionError(f"{name} is not quantised")
 
     def float8(self, name: str) -> Float8Matrix | None:
@@ -85,10 +85,12 @@ def check_values(
     for name, kind in kinds.items():
         go_on()
         if name in kept:
-            matrix = tensors.quantised(name)
-            factors = [each for each in (matrix.scales, matrix.offsets) if each is not None]
-            if not all(bool(each.isfinite().all()) for each in factors):
-                raise ConfigError(f"model: the factors of {name} have infinity or NaN")
+            shape = tensors.shape(name)
+            for at in range(shape[0]) if len(shape) > 2 else [None]:
+                matrix = tensors.quantised(name, at)
+                factors = [each for each in (matrix.scales, matrix.offsets) if each is not None]
+                if not all(bool(each.isfinite().all()) for each in factors):
+                    raise ConfigError(f"model: the factors of {name} have infinity or NaN")
             continue
         tensor = tensors.read(name)
         if not tensor.is_floating_point():

@@ -189,8 +189,6 @@ class Decoder {
     if (layer.experts != nullptr) {
       require(layer.experts->hidden == hidden_ && layer.router->weight->inner == hidden_, "experts of another size");
       require(layer.router->rule.experts == layer.experts->count, "the router chooses among other experts");
-      require(layer.shared().gate_up == nullptr || layer.gate_up->shares_inputs_with(layer.experts->gate_up(0)),
-              "experts and the shared one have weights of other formats");
     }
     require(layer.shared_gate == nullptr || (layer.experts != nullptr && layer.gate_up != nullptr),
             "a gate of a shared expert, and no such expert");
@@ -484,8 +482,8 @@ class Decoder {
     });
     watch.add(REST);
     routing_.route(worker, *layer.router, floats);
-    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, inputs, layer.router->rule.top_k,
-                routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+    mixing_.mix(worker, *layer.experts, layer.shared(), layer.gate, inputs, [&] { return inputs; },
+                layer.router->rule.top_k, routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   Number<T>::store_lanes(mixed(token) + at, values);
                 });
     watch.add(LINEAR);
@@ -513,8 +511,13 @@ class Decoder {
     routing_.route(worker, *layer.router, floats);
     const bool later = layer.mlp_post_norm.weight != nullptr;
     const float* shares = layer.shared_gate == nullptr ? nullptr : shares_.data();
-    mixing_.mix(worker, *layer.experts, layer.shared(shares), layer.gate, normed, layer.router->rule.top_k,
-                routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
+    // The shared expert may read inputs of another format, which take the place of the others'.
+    auto of_shared = [&] {
+      if (layer.gate_up->shares_inputs_with(layer.experts->gate_up(0))) return normed;
+      return norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
+    };
+    mixing_.mix(worker, *layer.experts, layer.shared(shares), layer.gate, normed, of_shared,
+                layer.router->rule.top_k, routing_.experts(), routing_.weights(), [&](int64_t token, int64_t at, Floats values) {
                   if (later) return Number<T>::store_lanes(result(token) + at, values);
                   add_lanes(layer, token, at, values);
                 });
@@ -635,6 +638,7 @@ class Decoder {
       if (layer.experts == nullptr) continue;
       if (layer.dual.any()) grow(mixed_, tokens * hidden_);
       narrow_.reserve(layer.experts->gate_up(0), tokens);
+      if (layer.gate_up != nullptr) narrow_.reserve(*layer.gate_up, tokens);
       routing_.reserve(workers, tokens, *layer.router);
       mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
     }

@@ -20,50 +20,30 @@
 
 namespace aioinfer {
 
-// Packed weights of ``count`` experts in one piece of memory: their own, or the caller's, which holds them already.
+// The experts of a layer, which are made of two linear layers each; those are kept.
 template <class T>
 class Experts {
  public:
-  Experts(int64_t count, int64_t hidden, int64_t middle, Format gate_up, Format down, const char* packed = nullptr)
-      : count(count), hidden(hidden), middle(middle), data_(packed) {
-    const int64_t one = Linear<T>::bytes(middle, hidden, true, gate_up);
-    each_ = one + Linear<T>::bytes(hidden, middle, false, down);
-    if (packed == nullptr) {
-      memory_ = Memory(bytes());
-      data_ = memory_.as<char>();
-    }
+  // Throws InvalidArguments unless all have the same sizes, and their first layers can multiply the same inputs.
+  Experts(int64_t count, const Linear<T>* const* gate_up, const Linear<T>* const* down) : count(count) {
+    require(count > 0, "experts need a number");
+    gate_up_.assign(gate_up, gate_up + count), down_.assign(down, down + count);
+    hidden = down_[0]->outputs, middle = down_[0]->inner;
+    require(hidden % SUM_LANES == 0 && middle % SUM_LANES == 0, "the sizes of experts are no multiples of a vector");
     for (int64_t e = 0; e < count; e++) {
-      char* place = const_cast<char*>(data_) + e * each_;
-      gate_up_.push_back(Linear<T>::placed(place, middle, hidden, true, gate_up));
-      down_.push_back(Linear<T>::placed(place + one, hidden, middle, false, down));
+      require_size(*gate_up_[e], middle, hidden, true), require_size(*down_[e], hidden, middle);
+      require(gate_up_[e]->shares_inputs_with(*gate_up_[0]) && down_[e]->shares_inputs_with(*down_[0]),
+              "experts have weights of several formats");
     }
   }
 
-  // ``gate_up`` [2 * middle, hidden], gates first, and ``down`` [hidden, middle] of one expert; in their own memory.
-  void set(ThreadPool& pool, int64_t expert, const T* gate_up, const T* down) {
-    gate_up_[expert].set(pool, gate_up);
-    down_[expert].set(pool, down);
-  }
-
-  // Biases of one expert, [2 * middle], those of gates first, and [hidden].
-  void set_biases(int64_t expert, const T* gate_up, const T* down) {
-    gate_up_[expert].set_bias(gate_up);
-    down_[expert].set_bias(down);
-  }
-
-  const char* data() const { return data_; }
-  int64_t bytes() const { return each_ * count; }
-  bool mapped() const { return memory_.as<char>() == nullptr; }
-  const Linear<T>& gate_up(int64_t expert) const { return gate_up_[expert]; }
-  const Linear<T>& down(int64_t expert) const { return down_[expert]; }
+  const Linear<T>& gate_up(int64_t expert) const { return *gate_up_[expert]; }
+  const Linear<T>& down(int64_t expert) const { return *down_[expert]; }
 
   int64_t count, hidden, middle;
 
  private:
-  Memory memory_;
-  const char* data_;
-  int64_t each_;
-  std::vector<Linear<T>> gate_up_, down_;
+  std::vector<const Linear<T>*> gate_up_, down_;
 };
 
 // Pairs in the order of their experts, tokens ascending. Every worker computes its own: that takes less time than
@@ -141,10 +121,11 @@ class Mixing {
     for (auto& dispatch : dispatches_) dispatch->reserve(pairs, experts.count);
   }
 
-  // add(token, index, LANES results): the sum over a token's pairs and the shared expert.
-  template <class Add>
+  // add(token, index, LANES results): the sum over a token's pairs and the shared expert. of_shared(): the tokens as inputs
+  // of that one, asked for when others no longer read theirs.
+  template <class OfShared, class Add>
   void mix(Worker& worker, const Experts<T>& experts, const Shared<T>& shared, Gate gate, const Inputs<T>& tokens,
-           int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
+           OfShared&& of_shared, int64_t top_k, const int64_t* chosen, const float* weights, Add&& add) {
     const int64_t count = tokens.rows(), pairs = count * top_k, hidden = experts.hidden;
     Dispatch& dispatch = *dispatches_[worker.index()];
     dispatch.sort<T>(chosen, pairs, experts.count);
@@ -152,9 +133,10 @@ class Mixing {
     const bool all = shared.gate_up != nullptr && count > 0;
     const Linear<T>&first = experts.gate_up(0), &second = experts.down(0);
     const Inputs<T> shared_gated = shared_gated_.inputs(all ? *shared.down : second, all ? count : 0);
+    const Inputs<T> shared_tokens = all ? of_shared() : tokens;
     share_out(
         worker, dispatch, first, all ? shared.gate_up : nullptr,
-        [&](int64_t from, int64_t to) { multiply_gated(gate, tokens, *shared.gate_up, from, to, shared_gated); },
+        [&](int64_t from, int64_t to) { multiply_gated(gate, shared_tokens, *shared.gate_up, from, to, shared_gated); },
         [&](const Dispatch::Group& group, int64_t from, int64_t to) {
           multiply_gated(gate, part(rows_, first, group), experts.gate_up(group.expert), from, to,
                          part(gated_, second, group));

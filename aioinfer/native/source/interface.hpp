@@ -53,7 +53,8 @@ struct MappedWeightsArguments {
   int64_t size;        // in bytes
   const T* bias;  // one element per row, or null
   int64_t outputs, inner, bits, group;
-  int64_t factors;  // what weights_factors() was, or -1: as rounding stores them
+  int64_t factors;      // what weights_factors() was, or -1: as rounding stores them
+  const int8_t* table;  // as below
   bool gated;
 };
 
@@ -65,6 +66,7 @@ struct QuantisedWeightsArguments {
   const float* offsets;   // [rows, groups], or null: 0, and for 4 bits -8 * scale
   const float* bias;      // one element per row, or null
   int64_t outputs, inner, bits, group;
+  const int8_t* table;  // [16] the numbers at whose places values of 4 bits are; or null
   bool gated;
 };
 
@@ -136,37 +138,12 @@ struct RouteArguments {
   int64_t* experts;  // [count, top_k]
 };
 
-// Allocate the experts of a layer.
+// Make the experts of a layer out of linear layers, which are kept.
+template <class T>
 struct ExpertsArguments {
-  int64_t count, hidden, middle;
-  int64_t bits, hidden_group, middle_group;  // of weights whose inner dimension that is; as above
-};
-
-// Make the experts of a layer that are packed already, by a library of the same name.
-struct MappedExpertsArguments {
-  const char* packed;  // kept
-  int64_t size;        // in bytes
-  int64_t count, hidden, middle;
-  int64_t bits, hidden_group, middle_group;
-};
-
-// Pack one expert.
-template <class T>
-struct SetExpertArguments {
-  ThreadPool* pool;
-  Experts<T>* experts;
-  int64_t index;
-  const T* gate_up;  // [2 * middle, hidden], gates first
-  const T* down;     // [hidden, middle]
-};
-
-// Give one expert biases, packed or not.
-template <class T>
-struct ExpertBiasesArguments {
-  Experts<T>* experts;
-  int64_t index;
-  const T* gate_up;  // [2 * middle], of gates first
-  const T* down;     // [hidden]
+  int64_t count;
+  const Linear<T>* const* gate_up;  // [count] layers from hidden to middle, gated
+  const Linear<T>* const* down;     // [count] layers from middle to hidden
 };
 
 // ``out``: the weighted sum of each token's experts.

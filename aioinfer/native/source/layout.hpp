@@ -54,18 +54,16 @@ __attribute__((noinline)) inline void add(std::string& text, const char* name, c
 inline std::string layout() {
   std::string text;
   AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, bits, group, gated)
-  AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, factors, gated)
-  AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
+  AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, factors, table, gated)
+  AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, table,
+                 gated)
   AIOINFER_TEMPLATE(RepackArguments, pool, weights, rows, bias)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, gate, out)
   AIOINFER_TEMPLATE(AddNormArguments, pool, hidden, delta, count, size, weight, bias, eps, sums, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, scales, top_k, groups, top_groups, scale, sigmoid, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
-  AIOINFER_PLAIN(ExpertsArguments, count, hidden, middle, bits, hidden_group, middle_group)
-  AIOINFER_PLAIN(MappedExpertsArguments, packed, size, count, hidden, middle, bits, hidden_group, middle_group)
-  AIOINFER_TEMPLATE(SetExpertArguments, pool, experts, index, gate_up, down)
-  AIOINFER_TEMPLATE(ExpertBiasesArguments, experts, index, gate_up, down)
+  AIOINFER_TEMPLATE(ExpertsArguments, count, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
   AIOINFER_TEMPLATE(AttendArguments, pool, queries, keys, values, query_stride, kv_stride, heads, kv_heads, head_dim,
                     norm, value_norm, shared, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows,

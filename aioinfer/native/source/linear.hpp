@@ -22,6 +22,7 @@ struct Format {
   int64_t group = 0;
   // How scales are stored, see Linear::factors(); -1: as rounding stores them.
   int64_t factors = -1;
+  const int8_t* table = nullptr;  // [16] what 4 bits stand for, or null
 };
 
 template <class T>
@@ -58,7 +59,7 @@ class Linear {
   // Without a bias and without contents, in memory of size bytes() that the caller owns; set() fills it.
   static Linear placed(char* data, int64_t outputs, int64_t inner, bool gated, Format format) {
     if (format.bits == 0) return Linear(Weights<T>(data, outputs, inner, gated));
-    const QuantisedShape shape(outputs, inner, format.group, format.bits, gated);
+    const QuantisedShape shape(outputs, inner, format.group, format.bits, gated, format.table);
     if (format.factors < 0) return Linear(QuantisedWeights(shape, data));
     require(format.factors / 2 <= static_cast<int64_t>(Precision::FLOAT32), "there is no such type of scales");
     return Linear(QuantisedWeights(shape, static_cast<Precision>(format.factors / 2), format.factors % 2 != 0, data));

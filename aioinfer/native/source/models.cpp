@@ -39,15 +39,6 @@ void check_shape(int64_t outputs, int64_t inner, int64_t bits, bool gated) {
   require(bits || !gated || outputs % SUM_LANES == 0, "the outputs of gated weights are no multiple of a vector");
 }
 
-// Experts in their own memory, or in the caller's, which holds them already.
-template <class Arguments>
-Experts<T>* experts_of(const Arguments& a, const char* packed) {
-  require(a.count > 0 && a.hidden > 0 && a.middle > 0, "experts need a number and sizes");
-  require(a.hidden % SUM_LANES == 0 && a.middle % SUM_LANES == 0, "the sizes of experts are no multiples of a vector");
-  return new Experts<T>(a.count, a.hidden, a.middle, Format{a.bits, a.hidden_group}, Format{a.bits, a.middle_group},
-                        packed);
-}
-
 SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
   require(!a.whole_norm || a.head_norm != nullptr, "a norm of all queries without weights");
   return {
@@ -127,7 +118,7 @@ void* NAMED(weights)(const WeightsArguments<T>* a) {
 
 void* NAMED(quantised_weights)(const QuantisedWeightsArguments* a) {
   return guarded<void*>(nullptr, [&] {
-    const QuantisedShape shape(a->outputs, a->inner, a->group, a->bits, a->gated);
+    const QuantisedShape shape(a->outputs, a->inner, a->group, a->bits, a->gated, a->table);
     return new Linear<T>(QuantisedWeights(*a->pool, shape, a->values, a->scales, a->offsets, a->bias));
   });
 }
@@ -135,7 +126,7 @@ void* NAMED(quantised_weights)(const QuantisedWeightsArguments* a) {
 void* NAMED(mapped_weights)(const MappedWeightsArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     check_shape(a->outputs, a->inner, a->bits, a->gated);
-    const Format format{a->bits, a->group, a->factors};
+    const Format format{a->bits, a->group, a->factors, a->table};
     require(Linear<T>::bytes(a->outputs, a->inner, a->gated, format) == a->size, "packed weights have another size");
     return new Linear<T>(Linear<T>::mapped(a->packed, a->bias, a->outputs, a->inner, a->gated, format));
   });
@@ -292,40 +283,11 @@ bool NAMED(route)(const RouteArguments<T>* a) {
   });
 }
 
-void* NAMED(experts)(const ExpertsArguments* a) {
-  return guarded<void*>(nullptr, [&] { return experts_of(*a, nullptr); });
-}
-
-void* NAMED(mapped_experts)(const MappedExpertsArguments* a) {
-  return guarded<void*>(nullptr, [&] {
-    std::unique_ptr<Experts<T>> experts(experts_of(*a, a->packed));
-    require(experts->bytes() == a->size, "packed experts have another size");
-    return experts.release();
-  });
+void* NAMED(experts)(const ExpertsArguments<T>* a) {
+  return guarded<void*>(nullptr, [&] { return new Experts<T>(a->count, a->gate_up, a->down); });
 }
 
 void NAMED(free_experts)(void* experts) { delete static_cast<Experts<T>*>(experts); }
-
-const char* NAMED(experts_data)(const void* experts) { return static_cast<const Experts<T>*>(experts)->data(); }
-
-int64_t NAMED(experts_bytes)(const void* experts) { return static_cast<const Experts<T>*>(experts)->bytes(); }
-
-bool NAMED(set_expert)(const SetExpertArguments<T>* a) {
-  return guarded(false, [&] {
-    require_below("expert", &a->index, 1, a->experts->count);
-    require(!a->experts->mapped(), "the experts are packed already");
-    a->experts->set(*a->pool, a->index, a->gate_up, a->down);
-    return true;
-  });
-}
-
-bool NAMED(set_expert_biases)(const ExpertBiasesArguments<T>* a) {
-  return guarded(false, [&] {
-    require_below("expert", &a->index, 1, a->experts->count);
-    a->experts->set_biases(a->index, a->gate_up, a->down);
-    return true;
-  });
-}
 
 bool NAMED(mix)(const MixArguments<T>* a) {
   return guarded(false, [&] {
@@ -338,7 +300,8 @@ bool NAMED(mix)(const MixArguments<T>* a) {
     Mixing<T> mixing;
     mixing.reserve(a->pool->size(), a->count, a->top_k, experts, {});
     a->pool->run_model([&, out = a->out](Worker& worker) {
-      mixing.mix(worker, experts, {}, gate, tokens.set(worker), a->top_k, a->chosen, a->weights,
+      const Inputs<T>& inputs = tokens.set(worker);
+      mixing.mix(worker, experts, {}, gate, inputs, [&] { return inputs; }, a->top_k, a->chosen, a->weights,
                  [&](int64_t token, int64_t at, Floats values) {
                    Number<T>::store_lanes(out + token * experts.hidden + at, values);
                  });

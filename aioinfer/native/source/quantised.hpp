@@ -18,10 +18,14 @@
 // one of float32 with its rounding, and the sums are exact: a result has the same bits alone and among other rows, on
 // any number of threads, and on every processor. Denormal numbers are 0, as in all programs of a model.
 //
+// What 4 bits say may be the place of q in a table of 16 signed bytes: floats of 4 bits, or llama.cpp's numbers that lie
+// closer around 0.
+//
 // Everything here is compiled once, by quantised.cpp: others call it.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -39,7 +43,7 @@ constexpr int STRIP = DOT_VECTORS * DOT_LANES;
 constexpr int STRIPS = QUANTISED_PANEL / STRIP;
 // Numbers of the inner dimension that a product adds up at once.
 constexpr int UNIT = 4;
-// Groups are multiples of this; those of weights of 4 bits of twice as much.
+// Groups are multiples of this; those of weights of 4 bits without a table of twice as much.
 constexpr int LEAST_GROUP = 16;
 // The longest group whose sums fit 32 bits.
 constexpr int64_t LONGEST_GROUP = 1 << 17;
@@ -50,10 +54,15 @@ enum class Precision { BFLOAT16, FLOAT16, STEPS, FLOAT32 };
 // The numbers of an output in a block with steps.
 constexpr int64_t STEP_NUMBERS = 256;
 
+// In place of the bits of weights, where functions are made for each: 4 bits with a table.
+constexpr int LOOKED_UP = 0;
+using Table = std::array<int8_t, 16>;
+
 // The shape of quantised weights.
 struct QuantisedShape {
-  // Throws InvalidArguments for what there are no kernels for. ``group``: 0 is one group for the whole inner dimension.
-  QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated);
+  // Throws InvalidArguments for what there are no kernels for. ``group``: 0 is one group for the whole inner dimension;
+  // ``table``: what 4 bits stand for, or null.
+  QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated, const int8_t* table = nullptr);
 
   int64_t rows() const { return gated ? 2 * outputs : outputs; }
   int64_t groups() const { return (inner + group - 1) / group; }
@@ -63,9 +72,13 @@ struct QuantisedShape {
     return group < STEP_NUMBERS && STEP_NUMBERS % group == 0 && depth() % STEP_NUMBERS == 0;
   }
 
+  // Their bits, or LOOKED_UP.
+  int kind() const { return has_table ? LOOKED_UP : bits; }
+
   int64_t outputs, inner, group;
   int bits;
-  bool gated;
+  bool gated, has_table;
+  Table table{};
 };
 
 // What a row's activations of one group have in common.
@@ -106,8 +119,8 @@ class RoundedRows {
   int64_t rows_ = 0, inner_ = 0, group_ = 0, depth_ = 0, groups_ = 0;
 };
 
-// Weights in strips, with a bias or without. Those of 8 bits are signed. Those of 4 and 6 bits are unsigned, and
-// without offsets a weight is scale * (q - 8), or scale * (q - 32).
+// Weights in strips, with a bias or without. Those of 8 bits are signed, and numbers of tables. Others of 4 and 6 bits are
+// unsigned, and without offsets a weight is scale * (q - 8), or scale * (q - 32).
 class QuantisedWeights {
  public:
   // For weights that round() rounds, in memory of size bytes() that the caller owns, or in its own if that is null.

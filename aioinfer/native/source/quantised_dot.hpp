@@ -108,32 +108,56 @@ AIOINFER_INLINE Reals broadcast(const float& from) {
 // Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of a line's bytes; of 6 bits four, whose
 // lower bits are two such lines, and whose upper ones are a third, at twice the number of the unit.
 template <int BITS>
-constexpr int RUN_UNITS = BITS == 6 ? 4 : 8 / BITS;
+constexpr int RUN_UNITS = BITS == 6 ? 4 : BITS == LOOKED_UP ? 2 : 8 / BITS;
 template <int BITS>
-constexpr int RUN_LINES = RUN_UNITS<BITS> * BITS / 8;
+constexpr int RUN_LINES = RUN_UNITS<BITS> * (BITS == LOOKED_UP ? 4 : BITS) / 8;
 
-// The weights of a unit of a run, without signs.
+// A table, in every 16 bytes; with ``zero`` of 128 its numbers plus that, without signs.
+AIOINFER_INLINE Quads spread_table(const Table& table, int zero) {
+  Quads all;
+  for (int lane = 0; lane < DOT_LANES; lane++) all[lane] = load<uint32_t>(&table[lane % 4 * UNIT]);
+  return zero == 0 ? all : all ^ 0x80808080u;
+}
+
+// The numbers of a table at places that bytes state, which are below 16.
+AIOINFER_INLINE Quads looked_up(Quads table, Quads places) {
+#if defined(AIOINFER_DOT_512)
+  return cast<Quads>(_mm512_shuffle_epi8(cast<__m512i>(table), cast<__m512i>(places)));
+#elif defined(__AVX2__) && AIOINFER_PLAIN_DOT != 16
+  return cast<Quads>(_mm256_shuffle_epi8(cast<__m256i>(table), cast<__m256i>(places)));
+#elif defined(AIOINFER_DOT_NEON)
+  return cast<Quads>(vqtbl1q_u8(cast<uint8x16_t>(table), cast<uint8x16_t>(places)));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(DOT_BYTES)));
+  const Bytes from = cast<Bytes>(table), at = cast<Bytes>(places);
+  Bytes found;
+  for (int i = 0; i < DOT_BYTES; i++) found[i] = from[at[i]];
+  return cast<Quads>(found);
+#endif
+}
+
+// The weights of a unit of a run, without signs, or places in a table.
 template <int BITS>
 AIOINFER_INLINE Quads unsigned_weights(const char* run, int unit) {
   const Quads all = load<Quads>(run + unit / 2 * LINE);
   if constexpr (BITS == 8) return all ^ 0x80808080u;
   const Quads lower = (unit % 2 ? all >> 4 : all) & 0x0f0f0f0fu;
-  if constexpr (BITS == 4) return lower;
+  if constexpr (BITS == 4 || BITS == LOOKED_UP) return lower;
   const Quads upper = load<Quads>(run + 2 * LINE);
   return lower | ((unit < 2 ? upper << (4 - 2 * unit) : upper >> (2 * unit - 4)) & 0x30303030u);
 }
 
 #if defined(AIOINFER_DOT_AVX2)
 
-// What the products of weights of 8 bits are taken of: the weight itself.
+// What the products of weights of 8 bits, or of a table, are taken of: the weight itself.
 constexpr int EIGHT_BIT_ZERO = 0;
 
 // sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 or 6 bits. FETCH: they come
 // from memory.
 template <int BITS, int ROWS, bool FETCH>
-  requires(BITS < 8)
+  requires(BITS == 4 || BITS == 6)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* w, int64_t units) {
+                                  const char* w, int64_t units, Quads) {
   // 16 bits hold the sums of two products of 8 units, 16 * 15 * 127, or of 2 units, 4 * 63 * 127.
   constexpr int AT_ONCE = BITS == 4 ? 8 : 2, RUN = RUN_UNITS<BITS>, STEP = std::max(AT_ONCE, RUN);
   const __m256i ones = _mm256_set1_epi16(1);
@@ -162,28 +186,35 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
   }
 }
 
-// The same with weights of 8 bits. The first factor must be unsigned: it is the weight without its sign, which the
+// The same with weights of 8 bits, or those that a table has. The first factor must be unsigned: it is the weight without its sign, which the
 // activation gets; it may be 128, and two products with activations of at most 127 fit 16 bits.
 template <int BITS, int ROWS, bool FETCH>
-  requires(BITS == 8)
+  requires(BITS == 8 || BITS == LOOKED_UP)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* w, int64_t units) {
+                                  const char* w, int64_t units, Quads table) {
+  constexpr int RUN = RUN_UNITS<BITS>;
   const __m256i ones = _mm256_set1_epi16(1);
-  for (int64_t unit = 0; unit < units; unit++) {
-    fetch<FETCH>(w + unit * LINE);
-    __m256i weights[DOT_VECTORS], sizes[DOT_VECTORS];
+  for (int64_t unit = 0; unit < units; unit += RUN, w += LINE) {
+    fetch<FETCH>(w);
     AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) {
-      weights[v] = load<__m256i>(w + unit * LINE + v * DOT_BYTES);
-      sizes[v] = _mm256_abs_epi8(weights[v]);
-    }
-    AIOINFER_UNROLL
-    for (int r = 0; r < ROWS; r++) {
-      const __m256i x = _mm256_set1_epi32(load<int32_t>(a[r] + unit * UNIT));
+    for (int i = 0; i < RUN; i++) {
+      __m256i weights[DOT_VECTORS], sizes[DOT_VECTORS];
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) {
-        const __m256i halves = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(x, weights[v]));
-        sums[r][v] += cast<Whole>(_mm256_madd_epi16(halves, ones));
+        if constexpr (BITS == 8)
+          weights[v] = load<__m256i>(w + v * DOT_BYTES);
+        else
+          weights[v] = cast<__m256i>(looked_up(table, unsigned_weights<BITS>(w + v * DOT_BYTES, i)));
+        sizes[v] = _mm256_abs_epi8(weights[v]);
+      }
+      AIOINFER_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const __m256i x = _mm256_set1_epi32(load<int32_t>(a[r] + (unit + i) * UNIT));
+        AIOINFER_UNROLL
+        for (int v = 0; v < DOT_VECTORS; v++) {
+          const __m256i halves = _mm256_maddubs_epi16(sizes[v], _mm256_sign_epi8(x, weights[v]));
+          sums[r][v] += cast<Whole>(_mm256_madd_epi16(halves, ones));
+        }
       }
     }
   }
@@ -191,14 +222,15 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
 
 #elif defined(AIOINFER_DOT_NEON)
 
-// What the products of weights of 8 bits are taken of: the weight itself.
+// What the products of weights of 8 bits, or of a table, are taken of: the weight itself.
 constexpr int EIGHT_BIT_ZERO = 0;
 
 // The weights of a unit of a run, as signed bytes.
 template <int BITS>
-AIOINFER_INLINE int8x16_t signed_weights(const char* run, int unit) {
+AIOINFER_INLINE int8x16_t signed_weights(const char* run, int unit, Quads table) {
   if constexpr (BITS == 8) return load<int8x16_t>(run);
-  return cast<int8x16_t>(unsigned_weights<BITS>(run, unit));
+  const Quads found = unsigned_weights<BITS>(run, unit);
+  return cast<int8x16_t>(BITS == LOOKED_UP ? looked_up(table, found) : found);
 }
 
 // Units whose activations fill a vector; groups have a multiple of it.
@@ -230,7 +262,7 @@ constexpr int UNITS_IN_HALVES = BITS == 4 ? 4 : BITS == 6 ? 2 : 1;
 // sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: weights come from memory.
 template <int BITS, int ROWS, bool FETCH>
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* w, int64_t units) {
+                                  const char* w, int64_t units, Quads table) {
   constexpr int RUN = RUN_UNITS<BITS>;
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   // Of each pair of rows, its sums for two outputs of a vector and for the other two.
@@ -241,7 +273,7 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
     const char* runs = w + unit / RUN * RUN_LINES<BITS> * LINE;
     fetch<FETCH>(runs, FOUR_UNITS / RUN * RUN_LINES<BITS> * LINE);
     const auto weights = [&](int i, int v) __attribute__((always_inline)) {
-      return signed_weights<BITS>(runs + i / RUN * RUN_LINES<BITS> * LINE + v * DOT_BYTES, i % RUN);
+      return signed_weights<BITS>(runs + i / RUN * RUN_LINES<BITS> * LINE + v * DOT_BYTES, i % RUN, table);
     };
     int8x16_t rows[ROWS];
     AIOINFER_UNROLL
@@ -319,7 +351,7 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
 
 #else
 
-// What the products of weights of 8 bits are taken of: the weight plus 128, which has no sign.
+// What the products of weights of 8 bits, or of a table, are taken of: the weight plus 128, which has no sign.
 constexpr int EIGHT_BIT_ZERO = 128;
 
 // sums + the products of four unsigned bytes of each lane with the four signed ones of ``a``; wraps at 32 bits.
@@ -340,7 +372,7 @@ AIOINFER_INLINE Whole dot(Whole sums, Quads w, int32_t a) {
 // sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: weights come from memory.
 template <int BITS, int ROWS, bool FETCH>
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* w, int64_t units) {
+                                  const char* w, int64_t units, Quads table) {
   constexpr int RUN = RUN_UNITS<BITS>;
   for (int64_t unit = 0; unit < units; unit += RUN) {
     const int64_t run = unit / RUN * RUN_LINES<BITS> * LINE;
@@ -349,7 +381,10 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
     for (int i = 0; i < RUN; i++) {
       Quads weights[DOT_VECTORS];
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = unsigned_weights<BITS>(w + run + v * DOT_BYTES, i);
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        weights[v] = unsigned_weights<BITS>(w + run + v * DOT_BYTES, i);
+        if constexpr (BITS == LOOKED_UP) weights[v] = looked_up(table, weights[v]);
+      }
       AIOINFER_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const int32_t x = load<int32_t>(a[r] + (unit + i) * UNIT);

@@ -11,7 +11,9 @@ template <int BITS, bool FETCH, int ROWS>
 __attribute__((noinline)) void multiply_strip(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
                                               int64_t strip, float* to) {
   const int64_t units = w.shape.group / UNIT, groups = w.shape.groups();
-  const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 1 << (BITS - 1);
+  const int32_t zero = BITS == 8 || BITS == LOOKED_UP ? EIGHT_BIT_ZERO : w.offsets ? 0 : 1 << (w.shape.bits - 1);
+  Quads table{};
+  if constexpr (BITS == LOOKED_UP) table = spread_table(w.shape.table, EIGHT_BIT_ZERO);
   StripGroups at(w, strip);
   const int8_t* values[ROWS];
   const RowGroup* row_groups[ROWS];
@@ -27,7 +29,7 @@ __attribute__((noinline)) void multiply_strip(const RoundedRows& a, int64_t row,
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
     }
-    add_products<BITS, ROWS, FETCH>(sums, values, at.units, units);
+    add_products<BITS, ROWS, FETCH>(sums, values, at.units, units, table);
     with_factors(w, at, [&](auto&& read) __attribute__((always_inline)) {
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) {
@@ -63,6 +65,7 @@ StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
 
 inline StripKernel strip_kernel(int bits, int64_t rows, bool fetch) {
   constexpr auto ALL = std::make_integer_sequence<int, DOT_ROWS>{};
+  if (bits == LOOKED_UP) return fetch ? strip_kernel<LOOKED_UP, true>(rows, ALL) : strip_kernel<LOOKED_UP, false>(rows, ALL);
   if (bits == 4) return fetch ? strip_kernel<4, true>(rows, ALL) : strip_kernel<4, false>(rows, ALL);
   if (bits == 6) return fetch ? strip_kernel<6, true>(rows, ALL) : strip_kernel<6, false>(rows, ALL);
   return fetch ? strip_kernel<8, true>(rows, ALL) : strip_kernel<8, false>(rows, ALL);
@@ -77,7 +80,7 @@ inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, con
   const int64_t blocks = (rows + DOT_ROWS - 1) / DOT_ROWS, height = (rows + blocks - 1) / blocks;
   for (int strip = 0; strip < STRIPS; strip++)
     for (int64_t row = 0; row < rows; row += height) {
-      const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row), fetch && row == 0);
+      const StripKernel kernel = strip_kernel(w.shape.kind(), std::min(height, rows - row), fetch && row == 0);
       kernel(a, first + row, w, STRIPS * panel + strip, sums + row * QUANTISED_PANEL + strip * STRIP);
     }
 }

@@ -62,8 +62,11 @@ class TileOutputs {
     const int64_t groups = w.shape.groups();
     steps_ = w.shape.group / TILE_NUMBERS;
     grow(tiles_, groups * steps_ * tiles::BYTES), grow(factors_, groups * 2 * tiles::SIDE);
-    const auto unpack_groups =
-        w.shape.bits == 4 ? &TileOutputs::groups<4> : w.shape.bits == 6 ? &TileOutputs::groups<6> : &TileOutputs::groups<8>;
+    const int kind = w.shape.kind();
+    const auto unpack_groups = kind == LOOKED_UP ? &TileOutputs::groups<LOOKED_UP>
+                               : kind == 4       ? &TileOutputs::groups<4>
+                               : kind == 6       ? &TileOutputs::groups<6>
+                                                 : &TileOutputs::groups<8>;
     (this->*unpack_groups)(w, panel * STRIPS + half * tiles::SIDE / STRIP, half * tiles::SIDE % STRIP);
   }
 
@@ -106,8 +109,10 @@ class TileOutputs {
   void groups(const QuantisedWeights& w, int64_t strip, int first) {
     constexpr int RUN = RUN_UNITS<BITS>;
     const int64_t units = w.shape.group / UNIT;
-    const int8_t number = BITS == 8 || w.offsets ? 0 : static_cast<int8_t>(1 << (BITS - 1));
+    constexpr bool SIGNED = BITS == 8 || BITS == LOOKED_UP;
+    const int8_t number = SIGNED || w.offsets ? 0 : static_cast<int8_t>(1 << (w.shape.bits - 1));
     const Bytes zero = Bytes{} + number;
+    const Quads table = spread_table(w.shape.table, 0);
     char* to = tiles_.data();
     float* factors = factors_.data();
     StripGroups at(w, strip);
@@ -129,14 +134,15 @@ class TileOutputs {
         for (int j = 0; j < RUN; j++)
           AIOINFER_UNROLL
           for (int v = 0; v < TILE_VECTORS; v++)
-            store(to + j * tiles::ROW + v * DOT_BYTES, weights<BITS>(from + v * DOT_BYTES, j) - zero);
+            store(to + j * tiles::ROW + v * DOT_BYTES, weights<BITS>(from + v * DOT_BYTES, j, table) - zero);
     }
   }
 
   template <int BITS>
-  static AIOINFER_INLINE Bytes weights(const char* run, int unit) {
+  static AIOINFER_INLINE Bytes weights(const char* run, int unit, Quads table) {
     if constexpr (BITS == 8) return load<Bytes>(run);
-    return cast<Bytes>(unsigned_weights<BITS>(run, unit));
+    const Quads found = unsigned_weights<BITS>(run, unit);
+    return cast<Bytes>(BITS == LOOKED_UP ? looked_up(table, found) : found);
   }
 
   // The products of a group, in a tile of the number INDEX.

@@ -65,13 +65,20 @@ inline Precision precision_of(const float* scales, const float* offsets, const Q
   return Precision::FLOAT32;
 }
 
-QuantisedShape::QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated)
-    : outputs(outputs), inner(inner), group(group), bits(static_cast<int>(bits)), gated(gated) {
+QuantisedShape::QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated,
+                               const int8_t* table)
+    : outputs(outputs), inner(inner), group(group), bits(static_cast<int>(bits)), gated(gated),
+      has_table(table != nullptr) {
   require(outputs > 0 && inner > 0, "weights need outputs and an inner dimension");
   require(bits == 4 || bits == 6 || bits == 8, "weights have 4, 6 or 8 bits");
   require(!gated || outputs % (QUANTISED_PANEL / 2) == 0, "the outputs of gated weights are no multiple of 16");
   require(group >= 0 && group % LEAST_GROUP == 0, "a group is no multiple of 16");
-  require(bits != 4 || group % (2 * LEAST_GROUP) == 0, "a group of weights of 4 bits is no multiple of 32");
+  require(bits == 4 || table == nullptr, "weights with a table have 4 bits");
+  require(bits != 4 || table != nullptr || group % (2 * LEAST_GROUP) == 0,
+          "a group of weights of 4 bits is no multiple of 32");
+  if (table != nullptr) std::copy_n(table, this->table.size(), this->table.begin());
+  // Two products with activations fit 16 bits.
+  require(std::count(this->table.begin(), this->table.end(), -128) == 0, "a number of a table is -128");
   require(inner <= LONGEST_GROUP || group > 0, "the inner dimension is too long for one group");
   require(group <= LONGEST_GROUP, "a group is too long");
   // All of it, padded to a line of the cache.
@@ -164,7 +171,7 @@ void QuantisedWeights::set_bias(const T* bias) {
 
 template <class T>
 void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
-  require(shape.bits != 6, "weights are rounded to 4 or 8 bits");
+  require(shape.bits != 6 && !shape.has_table, "weights are rounded to 4 or 8 bits");
   set_bias(bias);
   fill(pool, [&](int64_t strip, int lane, int64_t row) {
     thread_local std::vector<float> numbers;
@@ -216,7 +223,10 @@ void QuantisedWeights::each(int64_t strip, int lane, Put&& put) const {
       each_part(shape.bits, lane, k, [&](int64_t byte, int64_t low, int mask, int to) {
         number |= (static_cast<uint8_t>(units[byte]) >> low & mask) << to;
       });
-      number = shape.bits == 8 ? static_cast<int8_t>(number) : number - (offsets ? 0 : 1 << (shape.bits - 1));
+      if (shape.kind() == LOOKED_UP)
+        number = shape.table[number];
+      else
+        number = shape.bits == 8 ? static_cast<int8_t>(number) : number - (offsets ? 0 : 1 << (shape.bits - 1));
       const float value = scale * static_cast<float>(number);
       put(first + k, offsets ? value + offset : value);
     }
