@@ -6,7 +6,7 @@ to the bit: the results of its experts are added up best first, for any other to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -112,7 +112,9 @@ class NativeExperts:
     def set(self, stored: StoredExperts) -> None:
         """Pack the weights and biases of other experts in place of the present ones; quantised alike."""
         biases = stored.biases()
-        matrices = stored.each() if self.kept is None else stored.each_quantised()
+        matrices: Iterator[Sequence[torch.Tensor | QuantisedMatrix]] = stored.each()
+        if self.kept is not None:
+            matrices = stored.each_quantised()
         pair: Sequence[torch.Tensor | QuantisedMatrix]
         for index, pair in enumerate(matrices):
             for at, layer in enumerate(self.layers[index]):
