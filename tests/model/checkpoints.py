@@ -178,7 +178,8 @@ _MAMBA = {
 }
 _MAMBA_TYPES = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 _GRANITE = {
-    "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.15,
+    "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3,
+    "attention_multiplier": 0.15,
 }
 _CONV = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 4, "block_multiple_of": 16}
 _CONV_TYPES = ["conv", "full_attention", "conv", "conv"]
@@ -197,7 +198,12 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-hybrid": ("GraniteMoeHybrid",
         {**_MAMBA, **_GRANITE, "layer_types": _MAMBA_TYPES, "num_local_experts": 0,
         "shared_intermediate_size": 96, "tie_word_embeddings": True}),
-    # A layer without a feed-forward part, and one with attention at the end.
+    # Experts beside the dense part, and rotations.
+    "granite-hybrid-moe": ("GraniteMoeHybrid",
+        {**_MAMBA, **_GRANITE, "layer_types": _MAMBA_TYPES, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "intermediate_size": 32, "shared_intermediate_size": 48, "mamba_n_groups": 2,
+        "position_embedding_type": "rope"}),
+    # A layer without a feed-forward part, and one with a state space at the end.
     "nemotron-h": ("NemotronH",
         {"hidden_size": 64, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32,
         "n_groups": 2, "intermediate_size": 96, "num_hidden_layers": None, "layers_block_type":
@@ -229,7 +235,7 @@ NATIVE = [
 BY_TORCH = [
     *("llama-gqa-tied", "mistral-window", "gpt2-wide", "gemma2", "gemma3", "gemma4-shared", "gemma4-experts"),
     *("olmo2", "glm4", "gpt-oss", "qwen3-moe-mixed", "lfm2", "qwen3.5", "granite", "cohere2", "gpt-neox"),
-    *("ministral3", "hunyuan", "ernie4.5-moe", "opt"),
+    *("ministral3", "hunyuan", "ernie4.5-moe", "opt", "falcon-h1", "nemotron-h"),
 ]
 #: (family, kernels) in engines: every family by native kernels where these can compute it
 IN_ENGINES = [

@@ -70,7 +70,7 @@ async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str
 
 @rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3.5-moe"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5-moe", "granite-hybrid", "falcon-h1"])
 def test_a_cached_prefix_is_used_up_to_a_state_that_was_kept(
     checkpoint: Checkpoint, family: str, kernels: Any
 ) -> None:
@@ -97,7 +97,17 @@ def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, fam
 
 
 @pytest.mark.parametrize(
-    "family", ["mistral-window", "gpt-oss", "gemma4-shared", "persimmon", "lfm2", "qwen3.5", "cohere2"]
+    "family",
+    [
+        "mistral-window",
+        "gpt-oss",
+        "gemma4-shared",
+        "persimmon",
+        "lfm2",
+        "qwen3.5",
+        "granite-hybrid",
+        "cohere2",
+    ],
 )
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
     """Two requests outgrow the pool together; one is retracted and computed again."""

@@ -66,11 +66,12 @@ class Life:
 @pytest.mark.parametrize(
     ("kind", "kernels", "dtype"),
     points(
-        [("lfm2", "native", "float32"), ("qwen3.5", "native", "bfloat16"), ("qwen3.5", "sdpa", "float32")],
+        [("lfm2", "native", "float32"), ("qwen3.5", "native", "bfloat16"), ("qwen3.5", "sdpa", "float32")]
+        + [("granite-hybrid", kernels, "float32") for kernels in ("native", "sdpa")],
         [("lfm2", "native", "bfloat16"), ("lfm2", "sdpa", "float32"), ("qwen3.5", "native", "float32")]
         + [
             (kind, kernels, "float32")
-            for kind in ("qwen3.5-moe", "lfm2-moe")
+            for kind in ("qwen3.5-moe", "lfm2-moe", "falcon-h1", "nemotron-h")
             for kernels in ("native", "sdpa")
         ],
     ),

@@ -20,8 +20,8 @@ from tests.model.checkpoints import RECURRENT, make_model
 from tests.model.harness import attention_for, build_batch, require, row_states, state_pool
 
 CPU = torch.device("cpu")
-#: one with convolutions alone, and one with the delta rule
-KINDS = ["lfm2", "qwen3.5"]
+#: one with convolutions alone, one with the delta rule, and one with a state space beside attention
+KINDS = ["lfm2", "qwen3.5", "falcon-h1"]
 Checkpoint = Callable[[str], tuple[Path, Any]]
 
 

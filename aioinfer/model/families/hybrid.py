@@ -1,9 +1,9 @@
-"""Families with the state space of Mamba-2: Granite 4 H, Bamba, and Falcon-H1; Nemotron-H has a file of its own.
+"""Families with the state space of Mamba-2: Granite 4 H, Bamba and Falcon-H1; Nemotron-H has its own file.
 
-Granite 4 H and Bamba have attention in a few layers and a state space in the others, Falcon-H1 has both side by
-side in every layer. Granite scales what the parts add, and its attention need not rotate; Bamba rotates half of
-each head. Falcon-H1 scales the inputs and outputs of each part and of their halves; here most of these factors are
-moved to where there is one already: they are constants, and products without biases are linear.
+Granite 4 H and Bamba have attention in a few layers and a state space in the others, Falcon-H1 has both side
+by side in every layer. Granite scales what the parts add, and its attention need not rotate; Bamba rotates
+half of each head. Falcon-H1 scales the inputs and outputs of each part and of their halves; here most of
+these factors are moved to where there is one already: products without biases are linear.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.families.base import Source, factor, head_dim, kv_heads, own
-from aioinfer.model.families.llama import LayerNorms, LlamaLike
+from aioinfer.model.families.llama import PRE_NORMS, LayerNorms, LlamaLike
 from aioinfer.model.layer import Layer
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.mamba2 import Mamba2, MambaHeads
@@ -27,7 +27,6 @@ from aioinfer.model.mixers.side_by_side import SideBySide
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import GATE_UP_DOWN
-from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 
 __all__ = ["ATTENTION", "STATE_SPACE", "Bamba", "FalconH1", "GraniteHybrid", "mamba2", "unsupported_steps"]
@@ -37,11 +36,8 @@ _PRE_FF = LayerNorms(mlp="pre_ff_layernorm")
 
 
 def unsupported_steps(config: Any, heads: MambaHeads, size: int) -> str | None:
-    """What of a config's state spaces is not supported, in words. Raises ConfigError for heads that do not fit.
-
-    Args:
-        size: positions of its convolutions.
-    """
+    """What of a config's state spaces is not supported, in words; ``size``: positions of its convolutions.
+    Raises ConfigError for heads that do not fit."""
     if heads.heads % heads.groups:
         raise ConfigError(
             f"model: {heads.heads} heads of a state space do not divide into {heads.groups} groups"
@@ -96,6 +92,7 @@ class Bamba(LlamaLike):
     """Bamba: attention in the layers that the config names, else state spaces."""
 
     norms: LayerNorms = _PRE_FF
+    last_norm: str = "final_layernorm"
     partial_rotary: bool = True
     layer_types: frozenset[str] = frozenset({ATTENTION, STATE_SPACE})
 
@@ -125,9 +122,6 @@ class Bamba(LlamaLike):
     def _middles(self, config: Any) -> list[int]:
         """Inner dimensions of feed-forward parts."""
         return [config.intermediate_size]
-
-    def final_norm(self, source: Source) -> Norm:
-        return source.norm("model.final_layernorm")
 
     def _heads(self, config: Any) -> MambaHeads:
         names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state")
@@ -164,10 +158,8 @@ class GraniteHybrid(Bamba):
     """Granite 4 H, and Granite 4 without state spaces: a dense part in every layer, beside which there may be
     experts."""
 
-    norms: LayerNorms = LayerNorms()
-
-    def final_norm(self, source: Source) -> Norm:
-        return source.norm("model.norm")
+    norms: LayerNorms = PRE_NORMS
+    last_norm: str = "norm"
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         count, chosen = config.num_local_experts or 0, config.num_experts_per_tok or 0

@@ -31,7 +31,7 @@ from aioinfer.model.moe.sparse import GATE_UP_DOWN
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 
-__all__ = ["POST_NORMS", "SANDWICH_NORMS", "Biases", "LayerNorms", "LlamaLike"]
+__all__ = ["POST_NORMS", "PRE_NORMS", "SANDWICH_NORMS", "Biases", "LayerNorms", "LlamaLike"]
 
 _WINDOW = "sliding_attention"
 _LAYER_TYPES = frozenset({"full_attention", _WINDOW})

@@ -1,7 +1,8 @@
-"""Nemotron-H (arXiv 2504.03624) and Nemotron Nano: a state space, attention or a feed-forward part in every layer.
+"""Nemotron-H (arXiv 2504.03624), Nemotron Nano: a state space, attention or a feed-forward part a layer.
 
-Attention does not rotate: the state spaces know the order. Feed-forward parts have no gates, and square what is above
-0. A layer of the config with such a part is the second half of the layer before it, which may also have none.
+Attention does not rotate: the state spaces know the order. Feed-forward parts have no gates, and square what
+is above 0. A layer of the config with such a part is the second half of the layer before it, which may also
+have none.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class NemotronH(Family):
         return unsupported_steps(config, _heads(config), config.conv_kernel)
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
-        return (KVShape(kv_heads(config), head_dim(config)),) * config.layer_types.count(ATTENTION)
+        count: int = config.layer_types.count(ATTENTION)
+        return (KVShape(kv_heads(config), head_dim(config)),) * count
 
     def recurrent(self, config: Any) -> bool:
         return STATE_SPACE in config.layer_types

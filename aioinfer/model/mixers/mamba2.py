@@ -1,8 +1,8 @@
 """Mamba2: a state space with one decay for each head (Dao and Gu, arXiv 2405.21060).
 
-A head keeps a matrix [state_size, head_dim], the state S. A token has inputs x [head_dim] of each head, a step
-dt and a decay d = e^(-rate * dt) of each head, and two vectors b and c [state_size] of each group of heads. It
-leaves::
+A head keeps a matrix [state_size, head_dim], the state S. A token has inputs x [head_dim] of each head, a
+step dt and a decay d = e^(-rate * dt) of each head, and two vectors b and c [state_size] of each group of
+heads. It leaves::
 
     S' = d * S + b (dt * x)^T        and reads S'^T c + skip * x
 

@@ -1,4 +1,4 @@
-"""SideBySide: a state space and attention that read the same normed residual (Falcon-H1, arXiv 2507.22448)."""
+"""SideBySide: a state space and attention with the same inputs (Falcon-H1, arXiv 2507.22448)."""
 
 from __future__ import annotations
 

@@ -186,21 +186,20 @@ def _nemotron(common: Common) -> dict[str, Any]:
     }
 
 
-def _of(*names: Any, **more: Any) -> Architecture:
-    return Architecture(*names, partial_rotary=True, values=_VALUES, **more)
-
-
-_NEMOTRON_H = _of(
-    *("nemotron_h", "NemotronHForCausalLM", _nemotron, _NEMOTRON),
-    layers="backbone.layers",
+_COMMON: dict[str, Any] = {"partial_rotary": True, "values": _VALUES}
+_NEMOTRON_H = Architecture(
+    *("nemotron_h", "NemotronHForCausalLM", _nemotron, _NEMOTRON, "backbone.layers"),
     further="mtp.layers",
     epsilon=_EPSILON,
+    **_COMMON,
 )
 ARCHITECTURES = {
-    "granitehybrid": _of(
-        *("granitemoehybrid", "GraniteMoeHybridForCausalLM", _granite, _GRANITE), rows=NEIGHBOURS
+    "granitehybrid": Architecture(
+        *("granitemoehybrid", "GraniteMoeHybridForCausalLM", _granite, _GRANITE),
+        rows=NEIGHBOURS,
+        **_COMMON,
     ),
-    "falcon-h1": _of("falcon_h1", "FalconH1ForCausalLM", _falcon, _FALCON),
+    "falcon-h1": Architecture("falcon_h1", "FalconH1ForCausalLM", _falcon, _FALCON, **_COMMON),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
 }
