@@ -384,7 +384,7 @@ def make_experts(stack: ExpertWeights, backend: Backend, *, invariant: bool = Fa
     token has the same bits in any batch."""
     if backend.name == "loop":
         return LoopExperts(stack)
-    if backend.name == "grouped":
+    if backend.name == "grouped" or stack.plain:
         return GroupedExperts(stack)
     from aioinfer.model.moe.triton_experts import TritonExperts
 

@@ -114,12 +114,12 @@ class NativeLayers(LayerKernels):
     ) -> tuple[NativeLinear, NativeLinear]:
         """``read`` returns the matrices of this expert; ``kept``: their roundings, if they stay so."""
         pair = functools.cache(read)
-        shapes = (2 * stored.middle, stored.hidden), (stored.hidden, stored.middle)
+        shapes = (stored.rows, stored.hidden), (stored.hidden, stored.middle)
 
         def made(at: int, what: str) -> NativeLinear:
             own = kept[at] if kept else self._rounding and self._rounding.for_size(shapes[at][1])
             name, bias = f"{stored.prefix}.{index}.{what}", None if biases is None else biases[at][index]
-            form = {"kept": kept is not None, "gated": at == 0}
+            form = {"kept": kept is not None, "gated": at == 0 and len(stored.names) > 2}
             return self._cached(name, lambda: pair()[at], bias, shapes[at], own, **form)
 
         return made(0, "gate_up"), made(1, "down")

@@ -208,6 +208,12 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 64, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32,
         "n_groups": 2, "intermediate_size": 96, "num_hidden_layers": None, "layers_block_type":
         ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"]}),
+    "nemotron-h-moe": ("NemotronH",
+        {"hidden_size": 64, "head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 32,
+        "n_groups": 2, "num_hidden_layers": None, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 80, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.5, "layers_block_type":
+        ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "mlp"]}),
     "falcon-h1": ("FalconH1",
         {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_groups": 2, "key_multiplier": 0.4,
         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.3, "mlp_multipliers": [0.8, 0.6],

@@ -11,20 +11,24 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
-from aioinfer.model.families.base import Family, Source, head_dim, kv_heads
+from aioinfer.model.families.base import Family, Source, expert_count, head_dim, kv_heads
 from aioinfer.model.families.hybrid import ATTENTION, STATE_SPACE, mamba2, unsupported_steps
 from aioinfer.model.gates import PLAIN_GATES
 from aioinfer.model.layer import Layer
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.mamba2 import MambaHeads
 from aioinfer.model.mlp import FeedForward
+from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.norm import Norm
 
 __all__ = ["NemotronH"]
 
-_MLP = "mlp"
+_MLP, _MOE = "mlp", "moe"
+#: names of the tensors of a feed-forward part
+_UP_DOWN = ("up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,13 @@ class NemotronH(Family):
 
     def unsupported_reason(self, config: Any) -> str | None:
         types = config.layer_types
-        if other := set(types) - {ATTENTION, STATE_SPACE, _MLP}:
+        if other := set(types) - {ATTENTION, STATE_SPACE, _MLP, _MOE}:
             return f"layers of {', '.join(sorted(other))}"
-        if any(part == _MLP == before for before, part in zip([_MLP, *types], types, strict=False)):
+        mixes = [part not in (_MLP, _MOE) for part in types]
+        if not all(map(max, mixes, [False, *mixes])):
             return "a feed-forward part behind no mixer"
+        if self.sparse_layers(config) and config.moe_latent_size:
+            return "experts with inputs of a size of their own"
         if not self.kv_layers(config):
             return "no attention at all"
         if config.mlp_hidden_act not in PLAIN_GATES or config.mamba_hidden_act != "silu":
@@ -50,10 +57,21 @@ class NemotronH(Family):
     def recurrent(self, config: Any) -> bool:
         return STATE_SPACE in config.layer_types
 
+    def sparse_layers(self, config: Any) -> frozenset[int]:
+        found = frozenset(index for index, part in enumerate(config.layer_types) if part == _MOE)
+        chosen, count = config.num_experts_per_tok, expert_count(config)
+        if found and not 1 <= chosen <= count:
+            raise ConfigError(f"model: {chosen} of {count} experts")
+        return found
+
     def inner_sizes(self, config: Any) -> list[int]:
         heads = _heads(config)
         sizes = [config.hidden_size, heads.head_dim, heads.state_size, heads.values // heads.groups]
-        return [*sizes, config.intermediate_size] if _MLP in config.layer_types else sizes
+        if _MLP in config.layer_types:
+            sizes.append(config.intermediate_size)
+        if self.sparse_layers(config):
+            sizes += [config.moe_intermediate_size, config.moe_shared_expert_intermediate_size]
+        return sizes
 
     def unread(self, config: Any, name: str) -> bool:
         """Whether a tensor belongs to the layers that predict further tokens."""
@@ -67,12 +85,12 @@ class NemotronH(Family):
 
     def layer(self, source: Source, index: int) -> Layer | None:
         types, prefix = source.config.layer_types, f"{_prefix(source.weights)}.layers"
-        if types[index] == _MLP:
+        if types[index] in (_MLP, _MOE):
             return None
         mlp, behind = None, index + 1
         mixer = self._mixer(source, index, f"{prefix}.{index}.mixer")
-        if types[behind : behind + 1] == [_MLP]:
-            mlp = self._mlp(source, f"{prefix}.{behind}.mixer")
+        if behind < len(types) and types[behind] in (_MLP, _MOE):
+            mlp = self._mlp(source, behind, f"{prefix}.{behind}.mixer")
         return Layer(
             mixer_norm=source.norm(f"{prefix}.{index}.norm", "exact"),
             mixer=mixer,
@@ -102,10 +120,19 @@ class NemotronH(Family):
             out=source.linear([f"{at}.o_proj"], [config.hidden_size], rows[0], bias=False),
         )
 
-    def _mlp(self, source: Source, at: str) -> FeedForward:
+    def _mlp(self, source: Source, index: int, at: str) -> FeedForward:
         config, gate = source.config, PLAIN_GATES[source.config.mlp_hidden_act]
-        names = ("up_proj", "down_proj")
-        return source.plain_mlp(at, names, config.intermediate_size, gate, bias=config.mlp_bias)
+        form: dict[str, Any] = {"bias": config.mlp_bias}
+        if index not in self.sparse_layers(config):
+            return source.plain_mlp(at, _UP_DOWN, config.intermediate_size, gate, **form)
+        groups = {"num_groups": config.n_group, "top_groups": config.topk_group}
+        bias, normalize = "gate.e_score_correction_bias", config.norm_topk_prob
+        rule = source.sigmoid_rule(at, bias, normalize=normalize, **groups)
+        middle = config.moe_shared_expert_intermediate_size
+        shared = source.plain_mlp(f"{at}.shared_experts", _UP_DOWN, middle, gate, **form)
+        sizes = expert_count(config), config.hidden_size, config.moe_intermediate_size
+        stored = StoredExperts(*(source.weights, f"{at}.experts", *sizes, _UP_DOWN, gate), together=_UP_DOWN)
+        return source.kernels.sparse(rule, stored, shared)
 
 
 def _heads(config: Any) -> MambaHeads:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from aioinfer.checkpoint.tensors import Float8Matrix
-from aioinfer.model.gates import Gate, gated
+from aioinfer.model.gates import Gate, activated, gated
 
 __all__ = [
     *("ExpertWeights", "Experts", "Float8ExpertWeights"),
@@ -21,13 +21,22 @@ __all__ = [
 class ExpertWeights:
     """The weights of a layer's E experts, contiguous and of one dtype."""
 
-    #: [E, 2 * middle, hidden]: the rows of gate, then those of up
+    #: [E, 2 * middle, hidden]: the rows of gate, then those of up; without gates [E, middle, hidden]
     gate_up: torch.Tensor
     #: [E, hidden, middle]
     down: torch.Tensor
     gate: Gate = "silu"
     #: [E, 2 * middle] and [E, hidden], or None
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """They have no gates."""
+        return self.gate_up.shape[1] == self.down.shape[2]
+
+    def inner(self, both: torch.Tensor) -> torch.Tensor:
+        """The inputs of the second product from the results of the first one."""
+        return activated(self.gate, both) if self.plain else gated(self.gate, *both.chunk(2, dim=-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class GroupedExperts:
         both = grouped_mm(hidden[order // top_k], stack.gate_up.mT, ends)
         if stack.biases is not None:
             both = both + stack.biases[0][ordered]
-        outputs = grouped_mm(gated(stack.gate, *both.chunk(2, dim=-1)), stack.down.mT, ends)
+        outputs = grouped_mm(stack.inner(both), stack.down.mT, ends)
         if stack.biases is not None:
             outputs = outputs + stack.biases[1][ordered]
         return _combine(outputs, order, weights)
@@ -105,8 +114,7 @@ class LoopExperts:
                 start, end = end, end + count
                 first, second = (None, None) if stack.biases is None else (b[expert] for b in stack.biases)
                 both = F.linear(inputs[start:end], stack.gate_up[expert], first)
-                inner = gated(stack.gate, *both.chunk(2, dim=-1))
-                outputs[start:end] = F.linear(inner, stack.down[expert], second)
+                outputs[start:end] = F.linear(stack.inner(both), stack.down[expert], second)
         return _combine(outputs, order, weights)
 
 

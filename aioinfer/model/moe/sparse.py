@@ -68,13 +68,18 @@ class StoredExperts:
     num_experts: int
     hidden: int
     middle: int
-    #: names of the tensors of an expert
-    names: tuple[str, str, str] = GATE_UP_DOWN
+    #: names of the tensors of an expert; of one without gates, two
+    names: tuple[str, ...] = GATE_UP_DOWN
     gate: Gate = "silu"
     #: whether stacks in three tensors have biases
     biased: bool = False
     #: and of the tensors of all of them, gate and up in one
     together: tuple[str, str] = TOGETHER
+
+    @property
+    def rows(self) -> int:
+        """Outputs of an expert's first product: of gate and up, or of up alone."""
+        return (len(self.names) - 1) * self.middle
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """[num_experts, 2 * middle], those of gates first, and [num_experts, hidden]; None if there are none.
@@ -93,7 +98,7 @@ class StoredExperts:
         weights, prefix, middle = self.weights, self.prefix, self.middle
         if self._together:
             return ExpertWeights(*self._take_together(), self.gate, self.biases())
-        gate_up = weights.empty(self.num_experts, 2 * middle, self.hidden)
+        gate_up = weights.empty(self.num_experts, self.rows, self.hidden)
         down = weights.empty(self.num_experts, self.hidden, middle)
         if self._apart:
             for part, name in zip(
@@ -115,21 +120,22 @@ class StoredExperts:
         count, hidden, middle = self.num_experts, self.hidden, self.middle
         if self._together:
             return dict(
-                zip(self.together, ((count, 2 * middle, hidden), (count, hidden, middle)), strict=True)
+                zip(self.together, ((count, self.rows, hidden), (count, hidden, middle)), strict=True)
             )
         names = GATE_UP_DOWN if self._apart else self.names
-        one = dict(zip(names, ((middle, hidden), (middle, hidden), (hidden, middle)), strict=True))
+        first = [(middle, hidden)] * (len(names) - 1)
+        one = dict(zip(names, (*first, (hidden, middle)), strict=True))
         if self._apart:
             return {name: (count, *shape) for name, shape in one.items()}
         return {f"{at}.{name}.weight": shape for name, shape in one.items() for at in range(count)}
 
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the weights of each expert, [2 * middle, hidden] and [hidden, middle]. The next pair may
+        """Yield the weights of each expert, [rows, hidden] and [hidden, middle]. The next pair may
         overwrite the memory of the previous one. Raises ConfigError as :meth:`stacked`."""
         if self._together:
             yield from zip(*self._take_together(), strict=True)
             return
-        gate_up = self.weights.empty(2 * self.middle, self.hidden)
+        gate_up = self.weights.empty(self.rows, self.hidden)
         if self._apart:
             gate, up, down = (
                 self.weights.take(f"{self.prefix}.{name}", shape) for name, shape in self.shapes().items()
@@ -173,12 +179,13 @@ class StoredExperts:
         """The parts of gate and up, and of down."""
         prefix = self.prefix
         if self._together:
-            return [(f"{prefix}.gate_up_proj", expert)], [(f"{prefix}.down_proj", expert)]
+            first, second = self.together
+            return [(f"{prefix}.{first}", expert)], [(f"{prefix}.{second}", expert)]
         if self._apart:
             parts: _Parts = [(f"{prefix}.{name}", expert) for name in GATE_UP_DOWN]
         else:
             parts = [(f"{prefix}.{expert}.{name}.weight", None) for name in self.names]
-        return parts[:2], parts[2:]
+        return parts[:-1], parts[-1:]
 
     def float8_blocks(self) -> ExpertBlocks | None:
         """The blocks of gate_up and of down, if all experts are stored as floats of 8 bits, in blocks of the
@@ -226,9 +233,9 @@ class StoredExperts:
         return gate_up, down
 
     def _take_one(self, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
-        gate, up, out = (f"{self.prefix}.{expert}.{name}.weight" for name in self.names)
-        self.weights.take_into(gate_up[: self.middle], gate)
-        self.weights.take_into(gate_up[self.middle :], up)
+        *first, out = (f"{self.prefix}.{expert}.{name}.weight" for name in self.names)
+        for part, name in zip(gate_up.split(self.middle), first, strict=True):
+            self.weights.take_into(part, name)
         self.weights.take_into(down, out)
 
 

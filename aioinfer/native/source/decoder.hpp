@@ -173,14 +173,15 @@ class Decoder {
 
   // Throws InvalidArguments unless the layer's parts fit each other.
   void add(const Layer<T>& layer) {
-    aioinfer::check(layer.gate, layer.gate_up == nullptr || layer.gate_up->gated);
+    aioinfer::check(layer.gate, layer.gate_up != nullptr   ? layer.gate_up->gated
+                                : layer.experts == nullptr || layer.experts->gated());
     std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
     if (const auto* attention = layer.attention()) check_shared(*attention);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
       require(layer.down != nullptr, "a feed-forward part without down");
       const bool gated = layer.gate_up->gated;
-      require(gated || layer.experts == nullptr, "a shared expert has gates");
+      require(layer.experts == nullptr || gated == layer.experts->gated(), "experts and the shared one differ in gates");
       require(gated || middle % SUM_LANES == 0, "the inner size is no multiple of a vector");
       require_size(*layer.gate_up, middle, hidden_, gated);
       require_size(*layer.down, hidden_, middle);

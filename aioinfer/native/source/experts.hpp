@@ -1,4 +1,5 @@
-// Experts: the SwiGLUs of a layer, of which each token uses a few, and a shared one that all tokens use.
+// Experts: the SwiGLUs of a layer, or parts without gates, of which each token uses a few, and a shared one that all
+// tokens use.
 //
 //   tokens      2 0 1 3 ..        rows, by expert      gated, by row         outputs, by pair
 //   ┌ normed ─► choose ─► gather ┌ expert 0: 0 4 7 ┐ ─► gate, up ┌──┐ ─► down ┌ token 0: best, .. ┐ ─► + ─► residual
@@ -31,12 +32,13 @@ class Experts {
     hidden = down_[0]->outputs, middle = down_[0]->inner;
     require(hidden % SUM_LANES == 0 && middle % SUM_LANES == 0, "the sizes of experts are no multiples of a vector");
     for (int64_t e = 0; e < count; e++) {
-      require_size(*gate_up_[e], middle, hidden, true), require_size(*down_[e], hidden, middle);
+      require_size(*gate_up_[e], middle, hidden, gated()), require_size(*down_[e], hidden, middle);
       require(gate_up_[e]->shares_inputs_with(*gate_up_[0]) && down_[e]->shares_inputs_with(*down_[0]),
               "experts have weights of several formats");
     }
   }
 
+  bool gated() const { return gate_up_[0]->gated; }
   const Linear<T>& gate_up(int64_t expert) const { return *gate_up_[expert]; }
   const Linear<T>& down(int64_t expert) const { return *down_[expert]; }
 
@@ -201,8 +203,14 @@ class Mixing {
 
   static void multiply_gated(Gate gate, const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to,
                              const Inputs<T>& to_rows) {
-    multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats up) {
-      to_rows.put(to_rows.row(place), panel * LANES, gated(gate, one, up));
+    if (w.gated)
+      return multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats up) {
+        to_rows.put(to_rows.row(place), panel * LANES, gated(gate, one, up));
+      });
+    multiply_panels(a, w, from, to, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      const auto row = to_rows.row(place);
+      to_rows.put(row, panel * PANEL, activated(gate, one));
+      if (panel * PANEL + LANES < w.outputs) to_rows.put(row, panel * PANEL + LANES, activated(gate, other));
     });
   }
 

@@ -142,7 +142,7 @@ struct RouteArguments {
 template <class T>
 struct ExpertsArguments {
   int64_t count;
-  const Linear<T>* const* gate_up;  // [count] layers from hidden to middle, gated
+  const Linear<T>* const* gate_up;  // [count] layers from hidden to middle, all of them gated or none
   const Linear<T>* const* down;     // [count] layers from middle to hidden
 };
 

@@ -293,7 +293,7 @@ bool NAMED(mix)(const MixArguments<T>* a) {
   return guarded(false, [&] {
     const Experts<T>& experts = *a->experts;
     const Gate gate = static_cast<Gate>(a->gate);
-    check(gate, true);
+    check(gate, experts.gated());
     require(a->top_k > 0, "top_k is not positive");
     require_below("chosen", a->chosen, a->count * a->top_k, experts.count);
     const LayerRows tokens(a->values, a->count, experts.gate_up(0));
