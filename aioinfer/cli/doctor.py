@@ -122,8 +122,15 @@ def _plan(config: EngineConfig) -> list[Finding]:
         mmproj=config.mmproj_file,
     )
     model = inspect_model(config.model_path, options)
-    canvas, wanted = model.blocks is not None and model.blocks.canvas, config.attention_backend
-    attention = choose_attention(device, model.head_dims, model.dtype, wanted, Progress(), canvas=canvas)
+    attention = choose_attention(
+        device,
+        model.head_dims,
+        model.dtype,
+        config.attention_backend,
+        Progress(),
+        canvas=model.blocks is not None and model.blocks.canvas,
+        latent=model.latent,
+    )
     check_kv_dtype(config.kv_dtype, attention)
     layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"

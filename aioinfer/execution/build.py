@@ -104,7 +104,8 @@ class Parts:
 
             assert isinstance(decoding, TokenDecoding)
             small = self.draft.spec
-            chosen = choose_attention(self.device, small.head_dims, small.dtype, config.attention_backend)
+            wanted, latent = config.attention_backend, small.latent
+            chosen = choose_attention(self.device, small.head_dims, small.dtype, wanted, latent=latent)
             pool = self._attention(self.draft, chosen, num_pages)
             cells = 2 * config.num_slots
             states = StatePool(small.states, cells, self.device) if small.states else None

@@ -104,8 +104,14 @@ class TorchDevice:
                 # A row of a diffusion model is a whole block, with the logits of all of its positions.
                 wanted = by_memory(config, torch.cuda.mem_get_info(device)[1])
             config = fitted(decoding.fit(wanted), spec, device)
-            wanted_kernels = config.attention_backend
-            choice = choose_attention(device, spec.head_dims, spec.dtype, wanted_kernels, canvas=spec.canvas)
+            choice = choose_attention(
+                device,
+                spec.head_dims,
+                spec.dtype,
+                config.attention_backend,
+                canvas=spec.canvas,
+                latent=spec.latent,
+            )
             check_kv_dtype(config.kv_dtype, choice)
             choose = choose_proposing if spec.block_size else choose_sampling
             sampling = choose(device, config.sampling_backend)

@@ -18,7 +18,7 @@ from aioinfer.model.architecture import named_architecture, own_fields
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.embedding_checkpoint import Headless, with_head, with_prefix
-from aioinfer.model.families.base import Family, expert_shape, head_dim, inner_sizes
+from aioinfer.model.families.base import Family, expert_shape, head_dim, inner_sizes, latent_sizes
 from aioinfer.model.kept_files import KeptConfig, KeptFiles, found_or_made
 from aioinfer.model.kernels import AttentionBackend, MoEBackend, check_cache_weights, check_quantization
 from aioinfer.model.multimodal import TextPart, text_part
@@ -197,6 +197,8 @@ class ModelInfo:
     expert_float8: bool
     #: sizes of the heads of all layers
     head_dims: frozenset[int]
+    #: see :attr:`~aioinfer.model.spec.ModelSpec.latent`
+    latent: tuple[int, ...]
     dtype: torch.dtype
     #: inner dimensions of the layers' matrix products
     inner_sizes: list[int]
@@ -230,6 +232,7 @@ def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
         stored_float8=tensors is not None and _stores_float8(tensors, experts=False),
         expert_float8=tensors is not None and _stores_float8(tensors, experts=True),
         head_dims=head_dims(config, family),
+        latent=latent_sizes(config, family) if family else (),
         dtype=opened.dtype,
         inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),
         experts=expert_shape(family, config) if family else None,

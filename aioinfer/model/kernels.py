@@ -61,13 +61,15 @@ def choose_attention(
     progress: Progress | None = None,
     *,
     canvas: bool = False,
+    latent: Sequence[int] = (),
 ) -> Backend:
     """The backend of attention: "triton", "flashinfer" (FlashInfer for prefill rows, Triton for the rest),
     "native" or "sdpa" (torch's own kernels).
 
     "auto" is Triton on a CUDA device for which it compiles, native kernels on a CPU where a compiler is
     found, else "sdpa", which models with a ``canvas`` always have. ``head_dims``: sizes of the heads of all
-    layers. ``progress`` reports the compilation of native kernels.
+    layers. ``progress`` reports the compilation of native kernels. ``latent``: see
+    :attr:`~aioinfer.model.spec.ModelSpec.latent`: latents are attended to by native decoders or by torch.
 
     Raises ConfigError if ``wanted`` cannot run. Triton runs on a CPU in its interpreter only, about a
     thousand times slower: for tests.
@@ -77,6 +79,11 @@ def choose_attention(
         "flashinfer": lambda: _flashinfer_unsupported(device, head_dims, dtype),
         "native": lambda: _native_unsupported(device, head_dims, dtype, progress),
     }
+    if latent:
+        reasons |= dict.fromkeys(("triton", "flashinfer"), lambda: "there is no kernel over latents")
+        odd = [size for size in latent if size % _NATIVE_MULTIPLE]
+        if odd:
+            reasons["native"] = lambda: f"inner dimensions of {odd[0]} are no multiple of {_NATIVE_MULTIPLE}"
     if canvas:
         reasons = dict.fromkeys(reasons, lambda: "canvases are computed by torch's operations")
     return choose_backend(

@@ -61,6 +61,12 @@ class LayerKernels(ABC):
         self.made.append(made := self._linear(stored, exact=exact))
         return made
 
+    def by_head(self, stored: StoredMatrix, heads: int) -> Linear:
+        """A product of each head's own, [T, heads, inner] to [T, heads, outputs], from the weight [heads *
+        outputs, inner]. By native kernels only decoders compute it."""
+        self.made.append(made := self._by_head(stored, heads))
+        return made
+
     def gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
     ) -> FeedForward:
@@ -99,6 +105,9 @@ class LayerKernels(ABC):
 
     @abstractmethod
     def _linear(self, stored: StoredMatrix, *, exact: bool) -> Linear: ...
+
+    @abstractmethod
+    def _by_head(self, stored: StoredMatrix, heads: int) -> Linear: ...
 
     @abstractmethod
     def _gated_mlp(

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Linear", "MakeLinear", "PackedLinear", "TorchLinear", "packed_or_torch"]
+__all__ = ["HeadsLinear", "Linear", "MakeLinear", "PackedLinear", "TorchLinear", "packed_or_torch"]
 
 #: the number of rows for which oneDNN optimizes the layout of the weights
 _EXPECTED_ROWS = 8
@@ -45,6 +45,28 @@ class TorchLinear:
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         return F.linear(values, self.weight, self.bias)
+
+
+class HeadsLinear:
+    """A product of each head's own, by plain torch: [T, heads, inner] to [T, heads, outputs]."""
+
+    __slots__ = ("each",)
+
+    def __init__(self, weight: torch.Tensor, heads: int) -> None:
+        """``weight``: [heads * outputs, inner]."""
+        #: [heads, outputs, inner]
+        self.each = weight.view(heads, -1, weight.shape[1])
+
+    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        if weight is None:
+            return
+        if self.each.is_cuda:
+            self.each.copy_(weight.view(self.each.shape))
+        else:
+            self.each = weight.view(self.each.shape).to(self.each.dtype, copy=True)
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return (values.transpose(0, 1) @ self.each.mT).transpose(0, 1)
 
 
 class PackedLinear:

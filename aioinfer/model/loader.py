@@ -14,7 +14,7 @@ from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import stored_bytes
 from aioinfer.errors import ConfigError
 from aioinfer.model.embedding_checkpoint import Classifier, Headless, with_prefix, without_score
-from aioinfer.model.families.base import Family, build_decoder, expert_shape
+from aioinfer.model.families.base import Family, build_decoder, expert_shape, latent_sizes
 from aioinfer.model.inspection import (
     LoadOptions,
     Opened,
@@ -134,7 +134,10 @@ class _Own:
         config, dtype, device = opened.config, opened.dtype, options.device
         canvas = opened.blocks is not None and opened.blocks.canvas
         heads = head_dims(config, family)
-        self.attention = choose_attention(device, heads, dtype, options.kernels, progress, canvas=canvas)
+        latent = latent_sizes(config, family)
+        self.attention = choose_attention(
+            device, heads, dtype, options.kernels, progress, canvas=canvas, latent=latent
+        )
         if opened.vision is not None and opened.vision.two_way and (reason := one_way(self.attention)):
             self.opened = replace(opened, vision=None, blind_reason=reason)
         self.layers = choose_layers(self.attention, family.inner_sizes(config))

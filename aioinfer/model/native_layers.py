@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from aioinfer.checkpoint.tensors import QuantisedMatrix
+from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.gates import Gate
@@ -73,6 +74,9 @@ class NativeLayers(LayerKernels):
     def _linear(self, stored: StoredMatrix, *, exact: bool) -> Linear:
         return self._packed(stored, None if exact else self._rounding)
 
+    def _by_head(self, stored: StoredMatrix, heads: int) -> Linear:
+        return self._packed(stored, self._rounding)
+
     def _gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
     ) -> FeedForward:
@@ -132,6 +136,8 @@ class NativeLayers(LayerKernels):
         read = words.view() if tied and not cached and not quantised else None
         to_logits = self._packed(head, self._head_rounding, weight=read)
         if not all(layer.mlp is None or parts_of(layer.mlp) for layer in trunk.layers):
+            if spec.latent:
+                raise ConfigError("moe_backend: native attention over latents needs native experts")
             read = words.view() if read is None else read
             reason = "not all of its layers are native"
             return Decoder(spec, trunk, read, to_logits, self.operations, adapter_reason=reason)

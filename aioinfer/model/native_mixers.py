@@ -11,6 +11,7 @@ import torch
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.delta_rule import DeltaRule
+from aioinfer.model.mixers.latent_attention import LatentAttention
 from aioinfer.model.mixers.mamba2 import Mamba2
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mixers.short_conv import ShortConv
@@ -21,6 +22,7 @@ from aioinfer.model.spec import ModelSpec
 from aioinfer.model.updates.new_weights import is_missing, merged
 from aioinfer.native.arguments import (
     DeltaRuleArguments,
+    LatentAttentionArguments,
     MambaArguments,
     SelfAttentionArguments,
     ShortConvArguments,
@@ -92,9 +94,11 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
     """The fields of :class:`~aioinfer.native.arguments.LayerArguments` that concern a native mixer, valid as
     long as ``kept`` is."""
     made: Arguments
-    fields: dict[str, Any] = dict.fromkeys(("attention", "conv", "delta_rule", "mamba"))
+    fields: dict[str, Any] = dict.fromkeys(("attention", "latent", "conv", "delta_rule", "mamba"))
     if isinstance(mixer, SelfAttention):
         field, made = "attention", _attention(mixer, spec, kept)
+    elif isinstance(mixer, LatentAttention):
+        field, made = "latent", _latent(mixer, spec, kept)
     elif isinstance(mixer, ShortConv):
         field, made = "conv", _conv(mixer, spec, kept)
     elif isinstance(mixer, DeltaRule):
@@ -110,13 +114,15 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
 
 
 def projections(mixer: Mixer) -> list[int | None]:
-    """The handles of the linear layers before a native mixer, after it, to its gates, and of a state space
-    beside it, before and after that."""
+    """The handles of the linear layers before a native mixer, after it, to its gates, or to queries that
+    have a layer of their own, and of a state space beside it, before and after that."""
     if isinstance(mixer, SideBySide):
         return [*projections(mixer.attention)[:3], *projections(mixer.mamba)[:2]]
-    assert isinstance(mixer, SelfAttention | ShortConv | DeltaRule | Mamba2)
+    assert isinstance(mixer, SelfAttention | LatentAttention | ShortConv | DeltaRule | Mamba2)
     into = mixer.qkv if isinstance(mixer, SelfAttention) else mixer.into
-    gates = mixer.gates if isinstance(mixer, DeltaRule) else None
+    gates: Linear | None = mixer.gates if isinstance(mixer, DeltaRule) else None
+    if isinstance(mixer, LatentAttention):
+        gates = mixer.queries
     found: list[int | None] = []
     for linear in (into, mixer.out, gates):
         assert isinstance(linear, NativeLinear | None)
@@ -127,7 +133,7 @@ def projections(mixer: Mixer) -> list[int | None]:
 def _attention(
     mixer: SelfAttention, spec: ModelSpec, kept: Kept, out_scale: float = 1.0
 ) -> SelfAttentionArguments:
-    (kv_heads, head_dim), norm, params = mixer.kv, mixer.qk_norm, mixer.params
+    (kv_heads, head_dim, _), norm, params = mixer.kv, mixer.qk_norm, mixer.params
     cos, sin, rotary_dim = _tables(mixer.rope, spec, kept)
     value_norm = norm is not None and len(norm.weight) == mixer.num_heads + 2 * kv_heads
     normed = (mixer.num_heads + (0 if params.shared else kv_heads * (1 + value_norm))) * head_dim
@@ -157,6 +163,31 @@ def _attention(
         query_growth=0.0 if mixer.growth is None else mixer.growth.rate,
         query_length=0 if mixer.growth is None else mixer.growth.length,
         out_scale=out_scale,
+    )
+
+
+def _latent(mixer: LatentAttention, spec: ModelSpec, kept: Kept) -> LatentAttentionArguments:
+    cos, sin, rotated = _tables(mixer.rope, spec, kept)
+    norm, queries = mixer.query_norm, mixer.queries
+    assert norm is None or norm.eps == mixer.latent_norm.eps, "norms of a mixer have one eps"
+    return LatentAttentionArguments(
+        heads=mixer.num_heads,
+        plain=mixer.plain,
+        rotated=rotated,
+        rank=mixer.rank,
+        value_dim=mixer.value_dim,
+        kv=mixer.kv_layer,
+        into=kept.layer(mixer.into),
+        query_norm=None if norm is None else kept.floats(norm.weight, len(norm.weight)),
+        queries=None if queries is None else kept.layer(queries),
+        latent_norm=kept.floats(mixer.latent_norm.weight, mixer.rank),
+        eps=mixer.latent_norm.eps,
+        cos=cos,
+        sin=sin,
+        absorb=kept.layer(mixer.absorb),
+        expand=kept.layer(mixer.expand),
+        out=kept.layer(mixer.out),
+        scale=mixer.params.scale,
     )
 
 

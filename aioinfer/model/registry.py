@@ -7,6 +7,7 @@ from typing import Any
 from aioinfer.errors import ConfigError
 from aioinfer.model.blocks import Blocks
 from aioinfer.model.families.base import Family
+from aioinfer.model.families.deepseek import DeepSeek
 from aioinfer.model.families.diffusion_gemma import DiffusionGemma
 from aioinfer.model.families.gemma import FOUR_NORMS, Gemma
 from aioinfer.model.families.gemma4 import Gemma4
@@ -247,6 +248,11 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     ),
     "Gemma4ForCausalLM": (frozenset({"gemma4_text"}), Gemma4()),
     "Gemma4UnifiedForCausalLM": (frozenset({"gemma4_unified_text"}), Gemma4()),
+    "DeepseekV2ForCausalLM": (frozenset({"deepseek_v2"}), DeepSeek("softmax", interleaved=True)),
+    "DeepseekV3ForCausalLM": (frozenset({"deepseek_v3"}), DeepSeek()),
+    "Glm4MoeLiteForCausalLM": (frozenset({"glm4_moe_lite"}), DeepSeek()),
+    "MiniCPM3ForCausalLM": (frozenset({"minicpm3"}), DeepSeek("none", interleaved=False)),
+    "YoutuForCausalLM": (frozenset({"youtu"}), DeepSeek("none")),
     "GptOssForCausalLM": (frozenset({"gpt_oss"}), GptOss("config", windows="config")),
     "GPT2LMHeadModel": (frozenset({"gpt2"}), GPT2()),
     "SDARForCausalLM": (

@@ -12,7 +12,7 @@ from aioinfer.model.gates import Gate
 from aioinfer.model.invariance import variant_part
 from aioinfer.model.layer import Trunk
 from aioinfer.model.layer_kernels import ExpertKernels, LayerKernels
-from aioinfer.model.linear import Linear, MakeLinear
+from aioinfer.model.linear import HeadsLinear, Linear, MakeLinear
 from aioinfer.model.mlp import FeedForward, GatedMLP, PlainMLP
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -55,6 +55,9 @@ class TorchLayers(LayerKernels):
         if made is None:
             made = self._make_linear(stored.load(), stored.bias())
         return made if self._adapters is None else self._adapters.linear(stored, made)
+
+    def _by_head(self, stored: StoredMatrix, heads: int) -> Linear:
+        return HeadsLinear(stored.load(), heads)
 
     def _gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool

@@ -10,7 +10,7 @@ from aioinfer.native.structures import Address, Arguments, structure
 
 __all__ = [
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
-    "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments",
+    "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments", "LatentAttentionArguments",
     "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments", "MappedWeightsArguments",
     "MixArguments", "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments",
     "RepackArguments", "RouteArguments", "RouterArguments", "SelfAttentionArguments", "ShortConvArguments",
@@ -125,6 +125,7 @@ class RouterArguments(Arguments):
     top_groups: int
     scale: float
     sigmoid: bool
+    rounds: bool
     normalize: bool
 
 
@@ -290,6 +291,29 @@ class SelfAttentionArguments(Arguments):
 
 
 @structure()
+class LatentAttentionArguments(Arguments):
+    """Attention over latents that all heads share, the first half of a layer."""
+
+    heads: int
+    plain: int
+    rotated: int
+    rank: int
+    value_dim: int
+    kv: int
+    into: Address
+    query_norm: Address
+    queries: Address
+    latent_norm: Address
+    eps: float
+    cos: Address
+    sin: Address
+    absorb: Address
+    expand: Address
+    out: Address
+    scale: float
+
+
+@structure()
 class ShortConvArguments(Arguments):
     """A gated convolution of each channel by itself, the first half of a layer."""
 
@@ -353,6 +377,7 @@ class LayerArguments(Arguments):
     mixer_norm: Address
     mixer_norm_bias: Address
     attention: Address
+    latent: Address
     conv: Address
     delta_rule: Address
     mamba: Address

@@ -111,6 +111,7 @@ class PackedRouter:
         bias: Address,
         *,
         sigmoid: bool,
+        rounds: bool,
         top_k: int,
         groups: int,
         top_groups: int,
@@ -122,6 +123,7 @@ class PackedRouter:
         Args:
             weight: float32, one output per expert.
             bias: address of one float32 per expert, or None.
+            rounds: scores and weights are rounded to the type of the tokens.
             groups: number of groups of experts; a token goes to ``top_groups`` of them.
             scales: address of one float32 per expert, the factors of its weights, or None.
         """
@@ -135,6 +137,7 @@ class PackedRouter:
             top_groups=top_groups,
             scale=scale,
             sigmoid=sigmoid,
+            rounds=rounds,
             normalize=normalize,
         )
         kernels = weight.pool.kernels

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.model.further_families import FURTHER, GRANITE, WIDE, YARN, rope
+from tests.model.further_families import FURTHER, GRANITE, LATENT, LATENT_EXPERTS, WIDE, YARN, rope
 from tests.model.harness import Driver, load
 
 VOCAB = 211
@@ -153,6 +153,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-whole-rotary": ("Glm4",
         {"head_dim": 32, "hidden_size": 64, "num_key_value_heads": 1, "attention_bias": False,
         **rope("default", partial_rotary_factor=1.0)}),
+    # Latents, and experts by sigmoids in groups.
+    "deepseek-v3": ("DeepseekV3",
+        {**LATENT, **LATENT_EXPERTS, "q_lora_rank": 32, "n_group": 4, "topk_group": 2,
+        **rope("yarn", **YARN, mscale=0.707, mscale_all_dim=0.707)}),
     # Sinks, and windows in every other layer.
     "gpt-oss": ("GptOss",
         {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4,
@@ -241,7 +245,7 @@ NATIVE = [
 BY_TORCH = [
     *("llama-gqa-tied", "mistral-window", "gpt2-wide", "gemma2", "gemma3", "gemma4-shared", "gemma4-experts"),
     *("olmo2", "glm4", "gpt-oss", "qwen3-moe-mixed", "lfm2", "qwen3.5", "granite", "cohere2", "gpt-neox"),
-    *("ministral3", "hunyuan", "ernie4.5-moe", "opt", "falcon-h1", "nemotron-h"),
+    *("ministral3", "hunyuan", "ernie4.5-moe", "opt", "falcon-h1", "nemotron-h", "deepseek-v3"),
 ]
 #: (family, kernels) in engines: every family by native kernels where these can compute it
 IN_ENGINES = [

@@ -16,6 +16,14 @@ GRANITE = {
     **WIDE, "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3,
     "attention_multiplier": 0.15,
 }  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "tie_word_embeddings": False, **WIDE,
+}  # fmt: skip
+LATENT_EXPERTS = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 
 #: as those of :mod:`tests.model.checkpoints`
 # fmt: off
@@ -76,5 +84,23 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "granitemoe-shared": ("GraniteMoeShared",
         {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 48}),
+    # Queries without a low rank, and a softmax.
+    "deepseek-v2": ("DeepseekV2",
+        {**LATENT, **LATENT_EXPERTS, "q_lora_rank": None, "topk_method": "greedy"}),
+    # YaRN with factors that differ.
+    "deepseek-v2-groups": ("DeepseekV2",
+        {**LATENT, **LATENT_EXPERTS, "q_lora_rank": 48, "topk_method": "group_limited_greedy", "n_group": 4,
+        "topk_group": 2, "n_shared_experts": 2, "attention_bias": True,
+        **rope("yarn", **YARN, mscale=1.0, mscale_all_dim=0.5)}),
+    # Sizes that native kernels do not compute.
+    "deepseek-v3-odd": ("DeepseekV3",
+        {"num_key_value_heads": 4, **LATENT_EXPERTS, "q_lora_rank": 20, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 6, "kv_lora_rank": 20, "v_head_dim": 10, "n_group": 1, "topk_group": 1,
+        "rope_interleave": False, "norm_topk_prob": False}),
+    "glm4-moe-lite": ("Glm4MoeLite",
+        {**LATENT, **LATENT_EXPERTS, "q_lora_rank": 32, "num_attention_heads": 5, "v_head_dim": 64}),
+    "minicpm3": ("MiniCPM3",
+        {**LATENT, "q_lora_rank": 48, "kv_lora_rank": 32, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    "youtu": ("Youtu", {**LATENT, "q_lora_rank": 32, "tie_word_embeddings": True}),
 }
 # fmt: on

@@ -85,7 +85,7 @@ def attention_for(
     """What goes with a model that was loaded for ``kernels``."""
     where = torch.device(device)
     return make_attention(
-        choose_attention(where, spec.head_dims, spec.dtype, kernels),
+        choose_attention(where, spec.head_dims, spec.dtype, kernels, latent=spec.latent),
         spec.kv_layers,
         num_pages=num_pages,
         page_size=page_size,

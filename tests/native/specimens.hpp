@@ -50,8 +50,8 @@ struct Model {
   // ``bits`` of weights; 0: they are not rounded.
   explicit Model(ThreadPool& pool, int bits = 0)
       : format{bits, bits ? 32 : 0}, scores(pool, routes.data(), nullptr, EXPERTS, HIDDEN, false),
-        router(&scores, nullptr, Rule{false, EXPERTS, 2, 1, 1, true, 1.0f}),
-        scaled(&scores, nullptr, Rule{false, EXPERTS, 3, 1, 1, true, 1.0f}, norm.data()),
+        router(&scores, nullptr, Rule{false, true, EXPERTS, 2, 1, 1, true, 1.0f}),
+        scaled(&scores, nullptr, Rule{false, true, EXPERTS, 3, 1, 1, true, 1.0f}, norm.data()),
         experts(EXPERTS, HIDDEN, MIDDLE, format, format) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise<T>((gated ? 2 : 1) * outputs * inner, seed);

@@ -19,14 +19,15 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization
 from aioinfer.native.bindings import shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
-from tests.model.checkpoints import RECURRENT
+from tests.model.checkpoints import RECURRENT, VOCAB, make_model
+from tests.model.further_families import FURTHER
 from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
 from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal
 from tests.tiers import SECONDS, grid, rest, thinned
 
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-moe-mixed", "qwen3-wide-untied", "sdar"]
-KINDS += RECURRENT
+KINDS += ["deepseek-v3", "minicpm3", *RECURRENT]
 
 
 def chunked(bench: Bench, row: Row, rng: random.Random) -> torch.Tensor:
@@ -95,7 +96,7 @@ class Runs:
 
     def __init__(self, model: Any, page_size: int, seed: int) -> None:
         self.model, self.page_size = model, page_size
-        pages = 900 // page_size + 20
+        pages = 2100 // page_size + 40
         self.attention = attention_for(model.spec, pages, page_size, "native")
         fill(self.attention, float("nan"))
         self._free = list(range(1, pages + 1))
@@ -145,6 +146,32 @@ def models(
         assert isinstance(made[threads], NativeDecoder)
     torch.set_num_threads(before)
     return made
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_parts_of_a_context_of_latents_give_the_same_bits_as_tasks_of_their_own(
+    tmp_path: Path, dtype: str
+) -> None:
+    """A long context is divided into parts, which a decode alone computes side by side, and a prompt, or many
+    rows, one after the other."""
+    changes = FURTHER["deepseek-v2"][1] | {"num_hidden_layers": 1, "max_position_embeddings": 2100}
+    make_model("DeepseekV2", changes, tmp_path, seed=5)
+    rng, found, before = random.Random(7), [], torch.get_num_threads()
+    ids = [rng.randrange(VOCAB) for _ in range(2080)]
+    for threads, cuts in ((1, []), (3, [1023, 1024, 1025, 1026, 2040, 2047, 2048, 2049, 2050]), (2, [1000])):
+        torch.set_num_threads(threads)
+        options = LoadOptions(dtype=dtype, device=CPU, kernels="native")
+        runs = Runs(load_model(tmp_path, options), 32, threads)
+        pages, parts = runs.pages(len(ids)), []
+        others = [(ids[:3], 0, runs.pages(3)) for _ in range(20 if threads == 2 else 0)]
+        for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+            parts.append(runs.step([(ids[start:stop], start, pages), *others])[: stop - start])
+        found.append(torch.cat(parts))
+    torch.set_num_threads(before)
+    assert found[0].isfinite().all()
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])
 
 
 @rest(SECONDS)

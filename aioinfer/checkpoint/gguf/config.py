@@ -122,10 +122,11 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     size = hidden // heads
     if not architecture.partial_rotary:
         size = number("rope.dimension_count", size)
-    size = number("attention.key_length", size)
+    if not architecture.latent:
+        size = number("attention.key_length", size)
     if size < 1:
         raise ConfigError(f"model: heads of the GGUF file have {size} elements")
-    if number("attention.value_length", size) != size:
+    if not architecture.latent and number("attention.value_length", size) != size:
         raise ConfigError("model: the values of the GGUF file have another size than its keys")
     if not file.value(f"{prefix}.attention.causal", bool, True):
         raise ConfigError("model: the GGUF file has bidirectional attention, which is not supported")

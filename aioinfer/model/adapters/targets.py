@@ -28,6 +28,7 @@ _FIXED = {
     "router": "routers are not adapted",
     "gate": "routers are not adapted",
     "block_sparse_moe": "experts and their routers are not adapted",
+    "kv_b_proj": "heads are not expanded from latents",
     "conv1d": "convolutions are not adapted",
     "per_layer_model_projection": "inputs by layer are not adapted",
     "per_layer_input_gate": "inputs by layer are not adapted",

@@ -10,7 +10,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
 
-__all__ = ["Attention", "AttentionParams"]
+__all__ = ["Attention", "AttentionParams", "LatentHeads"]
 
 
 class AttentionParams(NamedTuple):
@@ -35,6 +35,23 @@ class AttentionParams(NamedTuple):
     #: whether the tokens of an image see each other both ways: a query attends to every position from its
     #: window's first up to ``ends`` of the :class:`~aioinfer.model.batch.Batch`, if that has any
     spans: bool = False
+
+
+class LatentHeads(Protocol):
+    """The heads of a layer that share one latent of a position, with [n, 1, width] in place of keys, whose
+    first elements are in place of values; see :mod:`aioinfer.model.mixers.latent_attention`."""
+
+    def absorbed(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries [T, num_heads, query_dim] in the space of latents, [T, num_heads, width]."""
+
+    def results(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Weighted sums of values [T, num_heads, rank] as results of heads, [T, num_heads, value_dim]."""
+
+    def expanded(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads' own keys [n, num_heads, query_dim] and values [n, num_heads, value_dim]."""
+
+    def expands(self, tokens: int) -> bool:
+        """Whether so many tokens of a row are computed faster over the heads' own keys and values."""
 
 
 class Attention(Protocol):

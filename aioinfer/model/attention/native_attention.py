@@ -56,7 +56,7 @@ class NativeAttention:
         self.num_pages = num_pages + 1
         positions = (num_pages + 1) * page_size
         self._cells = [
-            pool_zeros((positions * 2 * heads * size,), dtype, torch.device("cpu")) for heads, size in layers
+            pool_zeros((positions * shape.elements,), dtype, torch.device("cpu")) for shape in layers
         ]
         for cells in self._cells:
             pool.kernels.function("huge_pages", cells.data_ptr(), cells.nbytes)
@@ -81,7 +81,7 @@ class NativeAttention:
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         tokens, heads, dtype = len(q), q.shape[1], self._dtype
-        kv_heads, size = self._layers[layer]
+        kv_heads, size, _ = self._layers[layer]
         query_stride, kv_stride = heads * size, kv_heads * size
         projected = _Projected(
             address(q, dtype, tokens * query_stride),
@@ -102,7 +102,7 @@ class NativeAttention:
         params: AttentionParams,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        qkv, tokens, (kv_heads, size) = qkv.contiguous(), len(qkv), self._layers[layer]
+        qkv, tokens, (kv_heads, size) = qkv.contiguous(), len(qkv), self._layers[layer][:2]
         heads, stride = qkv.shape[1] - (0 if params.shared else 2 * kv_heads), qkv.shape[1] * size
         queries = address(qkv, self._dtype, tokens * stride)
         keys = queries + heads * size * qkv.element_size()
@@ -123,7 +123,8 @@ class NativeAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """The caller keeps what ``projected`` refers to."""
-        (kv_heads, size), dtype, int64 = self._layers[layer], self._dtype, torch.int64
+        (kv_heads, size, latent), dtype, int64 = self._layers[layer], self._dtype, torch.int64
+        assert latent is None, "latents are attended to by native decoders"
         rows, table_width = len(batch.q_lens), batch.block_table.shape[1]
         value_norm = norm is not None and len(norm.weight) == heads + 2 * kv_heads
         normed = heads + (0 if params.shared else kv_heads * (1 + value_norm))

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.base import AttentionParams, LatentHeads
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
@@ -52,13 +52,14 @@ class _Context:
 
     #: [n] KV cells
     cells: torch.Tensor
-    #: [n, num_kv_heads, head_dim]
+    #: [n, num_kv_heads, head_dim]; values of latents are views of the keys
     keys: torch.Tensor
     values: torch.Tensor
 
     def gather(self, pool: KVPool, layer: int) -> None:
         torch.index_select(pool.key_cells[layer], 0, self.cells, out=self.keys)
-        torch.index_select(pool.value_cells[layer], 0, self.cells, out=self.values)
+        if pool.layers[layer].value_dim is None:
+            torch.index_select(pool.value_cells[layer], 0, self.cells, out=self.values)
 
 
 @dataclass(slots=True)
@@ -112,8 +113,7 @@ class SDPAAttention:
     @property
     def page_tensors(self) -> list[torch.Tensor]:
         """Keys and values of all layers, [pages, ...]."""
-        pool = self._pool
-        return [*pool.keys, *pool.values, *pool.key_scales, *pool.value_scales]
+        return self._pool.stores
 
     def __call__(
         self,
@@ -127,14 +127,7 @@ class SDPAAttention:
     ) -> torch.Tensor:
         if not params.shared:
             self._pool.write(layer, batch.slot_mapping, k, v)
-        plans = batch.attention_plan
-        if not isinstance(plans, dict):
-            plans = batch.attention_plan = {}
-        shape = self._pool.key_cells[layer].shape[1:]
-        plan = plans.get((params, shape))
-        if plan is None:
-            make = self._plan if batch.canvas is None else self._plan_canvases
-            plan = plans[params, shape] = make(batch, params, shape)
+        plan = self._planned(layer, batch, params)
         if len(plan.groups) == 1 and not plan.chunks:
             return self._together(layer, q, plan.groups[0], params, sinks)
         output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -142,8 +135,55 @@ class SDPAAttention:
             output[group.tokens] = self._together(layer, q[group.tokens], group, params, sinks)
         for chunk in plan.chunks:
             at = chunk.tokens
-            output[at] = self._prefill(layer, q[at], k[at], v[at], chunk, params, sinks)
+            seen = self._seen(layer, k[at], v[at], chunk)
+            output[at] = self._prefill(q[at], *seen, chunk, params, sinks)
         return output
+
+    def latent(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        heads: LatentHeads,
+        batch: Batch,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Attention over latents, [T, num_heads, value_dim]: of decodes, and of short chunks, in the space of
+        latents, of long ones over the heads' own keys and values.
+
+        Args:
+            q: [T, num_heads, query_dim], rotated.
+            latents: [T, 1, width] of the same tokens.
+        """
+        self._pool.write(layer, batch.slot_mapping, latents, latents)
+        plan, parts = self._planned(layer, batch, params), []
+        for group in plan.groups:
+            mixed = self._together(layer, heads.absorbed(q[group.tokens]), group, params, None)
+            parts.append((group.tokens, heads.results(mixed)))
+        for chunk in plan.chunks:
+            own, new = q[chunk.tokens], latents[chunk.tokens]
+            k, v = self._seen(layer, new, new[..., : self._pool.layers[layer].value_dim], chunk)
+            if chunk.context is None or heads.expands(len(own)):
+                mixed = self._prefill(own, *heads.expanded(k), chunk, params, None)
+            else:
+                mixed = heads.results(self._prefill(heads.absorbed(own), k, v, chunk, params, None))
+            parts.append((chunk.tokens, mixed))
+        if len(parts) == 1:
+            return parts[0][1]
+        output = q.new_empty(len(q), q.shape[1], parts[0][1].shape[-1]) if parts else q
+        for tokens, mixed in parts:
+            output[tokens] = mixed
+        return output
+
+    def _planned(self, layer: int, batch: Batch, params: AttentionParams) -> _Plan:
+        plans, shape = batch.attention_plan, self._pool.layers[layer]
+        if not isinstance(plans, dict):
+            plans = batch.attention_plan = {}
+        plan: _Plan | None = plans.get((params, shape))
+        if plan is None:
+            make = self._plan if batch.canvas is None else self._plan_canvases
+            plan = plans[params, shape] = make(batch, params, shape)
+        return plan
 
     def fused(
         self,
@@ -168,17 +208,26 @@ class SDPAAttention:
             # The general case below makes four views of views more, which is measurable in a decode.
             queries = q.view(count, num_kv_heads, -1, head_dim)
             sink = None if sinks is None else sinks.view(num_kv_heads, -1)
-            return _mix(queries, group.keys, group.values, group.mask, params, sink).reshape(q.shape)
+            mixed = _mix(queries, group.keys, group.values, group.mask, params, sink)
+            return mixed.reshape(*q.shape[:2], -1)
         # [rows, num_kv_heads, tokens, queries of a group, head_dim]: queries with common keys are adjacent.
         queries = q.view(count, len(q) // count, num_kv_heads, -1, head_dim).transpose(1, 2)
         folded = queries.reshape(count, num_kv_heads, -1, head_dim)
         sink = None if sinks is None else sinks.view(num_kv_heads, -1).repeat(1, queries.shape[2])
         mixed = _mix(folded, group.keys, group.values, group.mask, params, sink)
-        return mixed.view(queries.shape).transpose(1, 2).reshape(q.shape)
+        return mixed.view(*queries.shape[:-1], -1).transpose(1, 2).reshape(*q.shape[:2], -1)
+
+    def _seen(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, chunk: _Chunk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a chunk, and of what is in front of it."""
+        if chunk.context is None:
+            return k, v
+        chunk.context.gather(self._pool, layer)
+        return chunk.context.keys, chunk.context.values
 
     def _prefill(
         self,
-        layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -186,9 +235,6 @@ class SDPAAttention:
         params: AttentionParams,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        if chunk.context is not None:
-            chunk.context.gather(self._pool, layer)
-            k, v = chunk.context.keys, chunk.context.values
         q_len, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         group = num_heads // num_kv_heads
@@ -206,10 +252,9 @@ class SDPAAttention:
             apart = _mix(queries, keys, values, chunk.mask, params, sink, causal=chunk.causal)
             seen = visible(q_len, 0, q_len, params, q.device) if chunk.mask is None else chunk.mask
             mixed = torch.where((seen & ~finite[:, None]).any(-1)[:, None, :, None], mixed, apart)
-        return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
+        return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, -1)
 
-    def _plan(self, batch: Batch, params: AttentionParams, shape: torch.Size) -> _Plan:
-        """``shape``: of the keys of a position."""
+    def _plan(self, batch: Batch, params: AttentionParams, shape: KVShape) -> _Plan:
         window, block = params.window, params.block
         starts = list(itertools.accumulate(batch.q_lens, initial=0))
         spans = _with_spans(batch, starts) if params.spans else frozenset()
@@ -223,7 +268,7 @@ class SDPAAttention:
                 alike.setdefault(q_len, []).append(row)
             else:
                 mixed.append(row)
-        width = shape.numel()
+        width = shape.num_kv_heads * shape.head_dim
         device_type = self._pool.keys[0].device.type
         groups = []
         for q_len, rows in alike.items():
@@ -259,14 +304,14 @@ class SDPAAttention:
             ],
         )
 
-    def _plan_canvases(self, batch: Batch, params: AttentionParams, shape: torch.Size) -> _Plan:
+    def _plan_canvases(self, batch: Batch, params: AttentionParams, shape: KVShape) -> _Plan:
         """Row by row: which tokens see what comes after them, only the device knows."""
         canvas, window, chunks = batch.canvas, params.window, []
         assert canvas is not None
         rows = list(zip(itertools.accumulate(batch.q_lens), batch.q_lens, batch.kv_lens, strict=True))
         firsts = [0 if window is None else max(0, kv - length + 1 - window) for _, length, kv in rows]
         needed = max(kv - first for first, (_, _, kv) in zip(firsts, rows, strict=True))
-        buffers = self._buffers(needed * shape.numel())
+        buffers = self._buffers(needed * shape.num_kv_heads * shape.head_dim)
         for row, (first, (stop, length, kv)) in enumerate(zip(firsts, rows, strict=True)):
             at = slice(stop - length, stop)
             positions = torch.arange(first, kv, device=batch.block_table.device)
@@ -290,7 +335,7 @@ class SDPAAttention:
         starts: list[int],
         context: int,
         window: int | None,
-        shape: torch.Size,
+        shape: KVShape,
         buffers: list[torch.Tensor],
     ) -> _Group:
         device, count, q_len = batch.kv_len.device, len(rows), batch.q_lens[rows[0]]
@@ -322,7 +367,7 @@ class SDPAAttention:
         tokens: slice,
         reach: int,
         params: AttentionParams,
-        shape: torch.Size,
+        shape: KVShape,
         buffers: list[torch.Tensor],
         *,
         spans: bool,
@@ -343,15 +388,15 @@ class SDPAAttention:
         return _Chunk(tokens, context, visible(q_len, first, kv_len, params, device, ends))
 
     def _context(
-        self, tables: torch.Tensor, positions: torch.Tensor, shape: torch.Size, buffers: list[torch.Tensor]
+        self, tables: torch.Tensor, positions: torch.Tensor, shape: KVShape, buffers: list[torch.Tensor]
     ) -> _Context:
         """The KV cells of positions [rows, n], from page tables [rows, P]."""
         size = self._pool.page_size
         pages = tables.gather(1, torch.div(positions, size, rounding_mode="floor"))
         cells = (pages * size + positions % size).flatten()
-        every = (len(cells), *shape)
+        every = (len(cells), shape.num_kv_heads, shape.head_dim)
         keys, values = (buffer[: math.prod(every)].view(every) for buffer in buffers)
-        return _Context(cells, keys, values)
+        return _Context(cells, keys, values if shape.value_dim is None else keys[..., : shape.value_dim])
 
 
 def _groups(contexts: list[int], width: int, device_type: str) -> list[tuple[list[int], int]]:

@@ -32,7 +32,7 @@ from aioinfer.model.weights import StoredMatrix, Weights
 __all__ = [
     *("Family", "NormWeight", "Source"),
     *("build_decoder", "expert_count", "expert_middle", "expert_shape", "factor", "head_dim", "inner_sizes"),
-    *("kv_heads", "norm_eps", "own"),
+    *("kv_heads", "latent_sizes", "norm_eps", "own"),
 ]
 
 #: Endings of the names of tensors that follow from the config: rotary frequencies in old checkpoints, and the
@@ -327,8 +327,15 @@ def build_decoder(
         canvas=blocks is not None and blocks.canvas,
         states=tuple(source.states),
         rotary_factors=rope.factors(config),
+        latent=latent_sizes(config, family),
     )
     return kernels.decoder(spec, trunk, words, head)
+
+
+def latent_sizes(config: Any, family: Family) -> tuple[int, ...]:
+    """See :attr:`~aioinfer.model.spec.ModelSpec.latent`."""
+    latent = any(kv.value_dim is not None for kv in family.kv_layers(config))
+    return tuple(family.inner_sizes(config)) if latent else ()
 
 
 def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:

@@ -130,7 +130,7 @@ class Gemma4(Family):
     def _attention(self, source: Source, index: int) -> SelfAttention:
         config, at = source.config, f"model.layers.{index}.self_attn"
         kv, heads = _heads(config, index), config.num_attention_heads
-        (kv_heads, size), own = kv, _kv_layer(config, index)
+        (kv_heads, size, _), own = kv, _kv_layer(config, index)
         shared, window = own != index, config.layer_types[index] == _WINDOW
         names, rows = [f"{at}.q_proj"], [heads * size]
         if shared:
@@ -208,7 +208,7 @@ def _experts(source: Source, prefix: str) -> SparseMLP:
 
 def _head_norm(source: Source, at: str, heads: int, kv: KVShape, *, shared: bool) -> HeadNorm:
     """Norm of queries, keys and values; that of values has no weight."""
-    kv_heads, size = kv
+    kv_heads, size, _ = kv
     weights = [source.weights.take(f"{at}.q_norm.weight", (size,), dtype=torch.float32).expand(heads, -1)]
     if not shared:
         key = source.weights.take(f"{at}.k_norm.weight", (size,), dtype=torch.float32)

@@ -55,7 +55,7 @@ class SelfAttention:
     out: Linear
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        (kv_heads, size), norm = self.kv, self.qk_norm
+        (kv_heads, size, _), norm = self.kv, self.qk_norm
         heads = self.num_heads + (0 if self.params.shared else 2 * kv_heads)
         qkv, gates = self.qkv(normed), None
         if self.gated:

@@ -27,8 +27,8 @@ __all__ = ["NativeExperts", "NativeRouter"]
 class NativeRouter:
     """A native version of one of torch's routers; see :class:`~aioinfer.model.moe.routing.Router`.
 
-    Its weights are float32; those of a softmax have been rounded to the type of the tokens, or its rule has a
-    bias of the choice.
+    Its weights are float32; those of a softmax alone have been rounded to the type of the tokens, or its rule
+    has a bias of the choice.
     """
 
     __slots__ = ("dtype", "packed")
@@ -62,7 +62,8 @@ class NativeRouter:
             NUMBERS[dtype],
             packed,
             None if bias is None else address(bias, torch.float32, experts),
-            sigmoid=isinstance(rule, GroupedSigmoidRouter),
+            sigmoid=isinstance(rule, GroupedSigmoidRouter) and not rule.softmax,
+            rounds=isinstance(rule, SoftmaxRouter),
             top_k=rule.top_k,
             groups=groups,
             top_groups=top_groups,

@@ -59,7 +59,8 @@ class GroupedSigmoidRouter:
     """The best experts of the best groups of experts (DeepSeek-V3, arXiv 2412.19437; LLaDA2).
 
     Scores are sigmoids. A bias per expert, which balanced the load in training, is added for the choice and
-    not for the weights. The score of a group is the sum of its two best experts.
+    not for the weights. The score of a group is the sum of its two best experts. Of DeepSeek-V2 (arXiv
+    2405.04434) scores are a softmax, and that of a group is the one of its best expert.
     """
 
     #: [num_experts, hidden], float32: the dtype in which logits are computed
@@ -80,6 +81,8 @@ class GroupedSigmoidRouter:
     capacity: int = 0
     #: with a capacity, tokens of a block: those of a call are whole blocks
     block: int = 1
+    #: whether scores are a softmax over all experts
+    softmax: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError if the experts do not divide into the groups, or hold fewer than ``top_k``."""
@@ -93,7 +96,8 @@ class GroupedSigmoidRouter:
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights are float32."""
-        scores = F.linear(hidden.float(), self.weight).sigmoid()
+        scores = F.linear(hidden.float(), self.weight)
+        scores = scores.softmax(-1) if self.softmax else scores.sigmoid()
         wanted = scores if self.bias is None else scores + self.bias
         if self.capacity:
             best = wanted.unflatten(0, (-1, self.block)).amax(1)
@@ -102,7 +106,7 @@ class GroupedSigmoidRouter:
             wanted = wanted.masked_fill(closed.repeat_interleave(self.block, 0), float("-inf"))
         elif self.top_groups < self.num_groups:
             groups = wanted.unflatten(-1, (self.num_groups, -1))
-            best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+            best = groups.topk(min(1 if self.softmax else 2, groups.shape[-1]), dim=-1).values.sum(-1)
             chosen = best.topk(self.top_groups, dim=-1).indices
             closed = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, False)
             wanted = groups.masked_fill(closed[..., None], float("-inf")).flatten(1)

@@ -148,6 +148,8 @@ class TritonRouter:
             return None if rule.bias is None else "a bias of the scores"
         if rule.capacity:
             return "experts that a block shares"
+        if rule.softmax:
+            return "a softmax in float32"
         if rule.top_groups == rule.num_groups:
             return None
         sizes = rule.num_groups, len(rule.weight) // rule.num_groups

@@ -67,6 +67,9 @@ class Rewriting(LayerKernels):
         self._write(made, stored)
         return made
 
+    def _by_head(self, stored: StoredMatrix, heads: int) -> Linear:
+        return self._linear(stored, exact=False)
+
     def _gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
     ) -> FeedForward:

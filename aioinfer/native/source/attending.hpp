@@ -23,6 +23,7 @@ struct VectorScratch {
   std::vector<uint32_t> queries;  // of each block
   std::vector<float> scores, sums;  // of a block in a stretch; of each block
   std::vector<T> weights, tiles;    // of a block in a stretch
+  int64_t made_from = 0, made_to = 0;  // tiles whose values are there, made of latents; of one task
 };
 
 // The computation of one task with QUERIES queries.
@@ -35,7 +36,7 @@ class Attending {
   // ``block``: which one of the scratch memory's it is.
   Attending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, VectorScratch<T>& scratch,
             int block = 0)
-      : context_(context), head_dim_(head_dim), scale_(params.scale), scratch_(scratch),
+      : context_(context), head_dim_(head_dim), value_dim_(context.value_dim()), scale_(params.scale), scratch_(scratch),
         queries_(&scratch.queries[block * MAX_ROWS * head_dim]), sums_(&scratch.sums[block * MAX_ROWS * head_dim]),
         softmax_(params) {}
 
@@ -51,8 +52,11 @@ class Attending {
   int64_t first() const { return softmax_.first(QUERIES) / SPAN * SPAN; }
   int64_t behind() const { return softmax_.behind(QUERIES); }
 
-  // Go through the stretch at ``at``; every one from first() to behind(), in order.
-  void go_through(int64_t at) {
+  // Have query ``q`` see no others than positions [from, to).
+  void clip(int q, int64_t from, int64_t to) { softmax_.clip(q, from, to); }
+
+  // Go through the stretch at ``at``; every one from first() to behind(), in order. Not inlined: it is compiled once.
+  __attribute__((noinline)) void go_through(int64_t at) {
     const int64_t end = behind();
     const int count = static_cast<int>(std::min<int64_t>(SPAN, end - at)), tiles = (count + TILE - 1) / TILE;
     locate(at / TILE, tiles, (end + TILE - 1) / TILE);
@@ -64,10 +68,13 @@ class Attending {
   // The results [head_dim] of one query.
   const float* finish(int q) {
     const float share = softmax_.share(q);
-    float* results = &sums_[q * head_dim_];
-    for (int64_t d = 0; d < head_dim_; d += LANES) store(results + d, load<Floats>(results + d) * share);
+    float* results = &sums_[q * value_dim_];
+    for (int64_t d = 0; d < value_dim_; d += LANES) store(results + d, load<Floats>(results + d) * share);
     return results;
   }
+
+  // What results are made of, instead: see softmax.hpp.
+  Weighted weighted(int q) const { return {softmax_.best(q), softmax_.total(q), &sums_[q * value_dim_]}; }
 
  private:
   // Units from the weights of one query to those of the next.
@@ -79,10 +86,23 @@ class Attending {
   void locate(int64_t first, int tiles, int64_t all) {
     const int64_t half = TILE * head_dim_;
     for (int i = 0; i < tiles; i++) {
-      tile_[i] = context_.tile(first + i, &scratch_.tiles[2 * half * i]);
+      T* scratch = &scratch_.tiles[2 * half * i];
+      tile_[i] = context_.tile(first + i, scratch);
       const int64_t later = first + i + SPAN / TILE;
-      next_[i] = LEAN && later < all && context_.lies() ? context_.tile(later, nullptr) : tile_[i];
+      const bool ahead = (LEAN || context_.latent()) && later < all && context_.lies();
+      next_[i] = ahead ? context_.tile(later, nullptr) : tile_[i];
+      values_[i] = context_.latent() ? reinterpret_cast<const uint32_t*>(scratch + half)
+                                     : context_.values(tile_[i], nullptr, nullptr);
     }
+    if (context_.latent()) make_values(first, first + tiles);
+  }
+
+  // Of latents, by the first of the blocks that go through a stretch.
+  void make_values(int64_t from, int64_t to) {
+    if (scratch_.made_from != from) scratch_.made_from = scratch_.made_to = from;
+    for (int64_t at = scratch_.made_to; at < to; at++)
+      context_.values(tile_[at - from], next_[at - from], const_cast<uint32_t*>(values_[at - from]));
+    scratch_.made_to = std::max(scratch_.made_to, to);
   }
 
   // Scores of all queries and of ``tiles`` tiles, before any cap or mask.
@@ -101,7 +121,7 @@ class Attending {
     AIOINFER_UNROLL
     for (int v = 0; v < COUNT; v++) {
       keys[v] = tile_[(first + v) / PER_TILE] + (first + v) % PER_TILE * LANES;
-      values[v] = keys[v] + TILE * head_dim_ / PER_UNIT;
+      values[v] = values_[(first + v) / PER_TILE] + (first + v) % PER_TILE * LANES;
     }
     clear(sums);
     accumulate<Number<T>, LEAN>(sums, queries_, keys, TILE, head_dim_ / PER_UNIT, values);
@@ -126,7 +146,7 @@ class Attending {
   // any value and are not read.
   void add_values(int count, bool fresh) {
     constexpr int WIDE = context_vectors();
-    const int vectors = static_cast<int>(head_dim_ / LANES);
+    const int vectors = static_cast<int>(value_dim_ / LANES);
     int v = 0;
     for (; v + WIDE <= vectors; v += WIDE) add_vectors<WIDE>(count, v, fresh);
     for (; v < vectors; v++) add_vectors<1>(count, v, fresh);
@@ -141,23 +161,23 @@ class Attending {
       for (int q = 0; q < QUERIES; q++)
         AIOINFER_UNROLL
         for (int v = 0; v < COUNT; v++)
-          sums[q][v] = load<Floats>(&sums_[q * head_dim_ + (first + v) * LANES]) * softmax_.shrink(q);
+          sums[q][v] = load<Floats>(&sums_[q * value_dim_ + (first + v) * LANES]) * softmax_.shrink(q);
     for (int done = 0; done < count; done += TILE) {
-      const uint32_t* values = tile_[done / TILE] + TILE * head_dim_ / PER_UNIT + first * LANES;
+      const uint32_t* values = values_[done / TILE] + first * LANES;
       const uint32_t* keys = next_[done / TILE] + first * LANES;
       const uint32_t* weights = reinterpret_cast<const uint32_t*>(&scratch_.weights[done]);
       const uint32_t *vectors[COUNT], *ahead[COUNT];
       AIOINFER_UNROLL
       for (int v = 0; v < COUNT; v++) vectors[v] = values + v * LANES, ahead[v] = keys + v * LANES;
       const int whole = std::min(TILE, count - done) / PER_UNIT;
-      accumulate<Number<T>, LEAN, WEIGHTS_APART>(sums, weights, vectors, head_dim_, whole, ahead);
+      accumulate<Number<T>, LEAN, WEIGHTS_APART>(sums, weights, vectors, value_dim_, whole, ahead);
       if (count - done < TILE && count % PER_UNIT)
-        add_last<COUNT>(sums, weights + whole, values + whole * head_dim_);
+        add_last<COUNT>(sums, weights + whole, values + whole * value_dim_);
     }
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
-      for (int v = 0; v < COUNT; v++) store(&sums_[q * head_dim_ + (first + v) * LANES], sums[q][v]);
+      for (int v = 0; v < COUNT; v++) store(&sums_[q * value_dim_ + (first + v) * LANES], sums[q][v]);
   }
 
   // A unit of which only the first half exists.
@@ -184,12 +204,12 @@ class Attending {
   static constexpr int context_vectors() { return MANY_REGISTERS ? 2 * panels_at_once(QUERIES) : 2; }
 
   const Context<T>& context_;
-  const int64_t head_dim_;
+  const int64_t head_dim_, value_dim_;
   const float scale_;
   VectorScratch<T>& scratch_;
   uint32_t* queries_;
   float* sums_;
-  const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
+  const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE], *values_[SPAN / TILE];
   Softmax<QUERIES> softmax_;
 };
 

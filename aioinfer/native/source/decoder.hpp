@@ -3,9 +3,9 @@
 //   embedding ─► ┌ norm ─► qkv ─► heads, cells ─► attention ─► out ─┐ + ─► ┌ norm ─► gate, up ─► down ─┐ + ─► norm ─► head
 //                └──────────────── residual ────────────────────────┘      └───────── residual ────────┘
 //
-// Instead of attention a layer may have another mixer, which keeps a state: a short convolution, a delta rule or a state
-// space, or both side by side. A part may lack its norm, and it may have another one behind it, before the sum. Both
-// parts may read the same residual, and there may be no second one. The
+// Instead of attention a layer may have attention over latents, or a mixer which keeps a state: a short convolution, a
+// delta rule or a state space, or the last one and attention side by side. A part may lack its norm, and it may have
+// another one behind it, before the sum. Both parts may read the same residual, and there may be no second one. The
 // second half of a layer with experts is described in experts.hpp and dual.hpp, what may follow it in per_layer.hpp. In
 // the end the residual may be scaled.
 //
@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "dual.hpp"
 #include "experts.hpp"
 #include "gates.hpp"
+#include "latent_attention.hpp"
 #include "mamba2.hpp"
 #include "norms.hpp"
 #include "per_layer.hpp"
@@ -45,7 +47,7 @@ struct SideBySide {
 template <class T>
 struct Layer {
   Norm mixer_norm;
-  std::variant<SelfAttention<T>, ShortConv<T>, DeltaRule<T>, Mamba2<T>, SideBySide<T>> mixer;
+  std::variant<SelfAttention<T>, LatentAttention<T>, ShortConv<T>, DeltaRule<T>, Mamba2<T>, SideBySide<T>> mixer;
   Norm mixer_post_norm;
   Norm mlp_norm;
   // The dense part or the shared expert; null in a layer without. A dense part may have no gates. Without both it and
@@ -203,6 +205,12 @@ class Decoder {
     }
     if (const auto* mamba = added.mamba()) {
       states_ = std::max(states_, mamba->state + 2);
+    } else if (const auto* latent = std::get_if<LatentAttention<T>>(&added.mixer)) {
+      for (const Layer<T>& other : layers_)
+        if (const auto* own = std::get_if<LatentAttention<T>>(&other.mixer))
+          require(own->same_heads(*latent), "latents of two shapes");
+      latent_heads_ = *latent;
+      kv_pools_ = std::max(kv_pools_, latent->kv + 1);
     } else if (const auto* conv = std::get_if<ShortConv<T>>(&added.mixer)) {
       states_ = std::max(states_, conv->state + 1);
     } else if (const auto* delta = std::get_if<DeltaRule<T>>(&added.mixer)) {
@@ -223,7 +231,8 @@ class Decoder {
     if (part == DOWN) return dense ? layer.down : nullptr;
     if (part == GATES) {
       const auto* delta = std::get_if<DeltaRule<T>>(&layer.mixer);
-      return delta == nullptr ? nullptr : delta->gates;
+      const auto* latent = std::get_if<LatentAttention<T>>(&layer.mixer);
+      return delta != nullptr ? delta->gates : latent != nullptr ? latent->queries : nullptr;
     }
     const Linear<T>* found = nullptr;
     const bool beside = part == BESIDE_INTO || part == BESIDE_OUT;
@@ -405,6 +414,27 @@ class Decoder {
 
   static T* stash(const StepInput<T>& step, int64_t state) {
     return step.states.replays == nullptr ? nullptr : static_cast<T*>(step.stash_pools[state]);
+  }
+
+  void mix(Worker& worker, const LatentAttention<T>& self, size_t index, const StepInput<T>& step, const Inputs<T>&,
+           const Inputs<T>& mixed) {
+    T* projected = projected_.data();
+    if (self.queries != nullptr) {
+      const Inputs<T> normed_rows = latent_.narrow().inputs(*self.queries, mixed.rows());
+      worker.parallel_in_runs(mixed.rows(), [&](int64_t token) {
+        const auto row = normed_rows.row(token);
+        const T* from = projected + token * self.into->outputs;
+        normed({self.query_norm, nullptr}, from, self.queries->inner, self.eps,
+               [&](int64_t i, Floats value) { normed_rows.put(row, i, value); });
+        normed_rows.finish(token);
+      });
+      adapting_.shrink(worker, index, GATES, normed_rows);
+      multiply(worker, normed_rows, *self.queries,
+               adapting_.expanding(index, GATES, *self.queries, put_projection(*self.queries, latent_.queries())));
+    }
+    const KVPool<T> kv{step.kv_pools[self.kv], step.page_size, 1, self.width(), self.rank};
+    latent_.mix(worker, self, projected, step.attention, kv,
+                [&](const Place& place, int64_t at, Floats values) { mixed.put(mixed.row(place), at, values); });
   }
 
   void mix(Worker& worker, const ShortConv<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,
@@ -644,6 +674,7 @@ class Decoder {
       mixing_.reserve(workers, tokens, layer.router->rule.top_k, *layer.experts, layer.shared());
     }
     divisions_.divide(step.attention.rows, workers);
+    if (latent_heads_) latent_.divide(step.attention.rows, *latent_heads_, workers);
   }
 
   // ``all``: the tokens of the step, and those that rows replay.
@@ -651,6 +682,7 @@ class Decoder {
   void reserve(const Mixer& mixer, int64_t tokens, int64_t all, int workers) {
     narrow_.reserve(*mixer.into, tokens);
     wide_.reserve(*mixer.out, tokens);
+    if constexpr (std::is_same_v<Mixer, LatentAttention<T>>) latent_.reserve(mixer, tokens);
     if constexpr (std::is_same_v<Mixer, DeltaRule<T>>) {
       narrow_.reserve(*mixer.gates, tokens);
       grow(gates_, all * mixer.gates->outputs);
@@ -670,6 +702,8 @@ class Decoder {
   float eps_, logit_scale_, logit_cap_;
   std::vector<Layer<T>> layers_;
   Divisions<T> divisions_;
+  std::optional<LatentAttention<T>> latent_heads_;  // one of the layers with latents, which have the same heads
+  LatentWork<T> latent_;
   int64_t kv_pools_ = 0, states_ = 0, width_ = 0;  // what layers need: pools of both kinds, and the widest projection
   std::vector<T> residual_, results_, projected_;  // results_: of a part, before they are normed
   std::vector<T> gates_;                           // of a delta rule

@@ -124,6 +124,7 @@ struct RouterArguments {
   int64_t top_k, groups, top_groups;
   float scale;
   bool sigmoid;  // the score of each expert by itself; else a softmax over all of them
+  bool rounds;   // scores and weights are rounded to the type of the model
   bool normalize;
 };
 
@@ -268,6 +269,24 @@ struct SelfAttentionArguments {
   float out_scale;  // beside a state space, of its results
 };
 
+// Attention over latents that all heads share, the first half of a layer; see latent_attention.hpp.
+template <class T>
+struct LatentAttentionArguments {
+  int64_t heads, plain, rotated, rank, value_dim;
+  int64_t kv;                // which pool has its latents, [rank + rotated] of each position
+  const Linear<T>* into;     // hidden to queries, or to what they are made of, and to the latent
+  const float* query_norm;   // [queries->inner], or null with queries
+  const Linear<T>* queries;  // to [heads, plain + rotated]; null: ``into`` makes them
+  const float* latent_norm;  // [rank]
+  float eps;
+  const T* cos;              // [positions, rotated]
+  const T* sin;
+  const Linear<T>* absorb;   // [heads * rank, plain]
+  const Linear<T>* expand;   // [heads * value_dim, rank]
+  const Linear<T>* out;
+  float scale;
+};
+
 // A gated convolution of each channel by itself, the first half of a layer.
 template <class T>
 struct ShortConvArguments {
@@ -325,6 +344,7 @@ struct LayerArguments {
   const float* mixer_norm_bias;  // [hidden] of a layer norm, or null; so below
   // The mixer: one of these, or attention and a state space side by side; the others are null.
   const SelfAttentionArguments<T>* attention;
+  const LatentAttentionArguments<T>* latent;
   const ShortConvArguments<T>* conv;
   const DeltaRuleArguments<T>* delta_rule;
   const MambaArguments<T>* mamba;

@@ -7,17 +7,18 @@
 //
 // Values that are not finite are stored as 0, under a key of NaN: the scores, hence the results, of queries that see
 // the position are NaN. Products have a weight of 0 for those that do not, and 0 times infinity or NaN is NaN.
+//
+// Where values are the first elements of the keys (latents), keys alone are stored, and their values are made of them
+// when they are read, tile by tile.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "simd.hpp"
+#include "latents.hpp"
 
 namespace aioinfer {
-
-constexpr int TILE = 16;
 
 // Of a number of elements that is a multiple of SUM_LANES.
 template <class T>
@@ -33,36 +34,43 @@ struct KVPool {
 
   T* data;
   int64_t page_size, heads, head_dim;
+  int64_t latent = 0;  // values are so many first elements of the keys, and not stored; 0: they are
 
   bool tiled() const { return page_size % TILE == 0; }
+  int64_t value_dim() const { return latent == 0 ? head_dim : latent; }
+  // What is stored of a position, in keys.
+  int64_t stored() const { return latent == 0 ? 2 : 1; }
 
   // Elements of the keys of a tile; the values follow.
   int64_t half() const { return TILE * head_dim; }
 
   // A tile; for page sizes that are a multiple of a tile.
   AIOINFER_INLINE T* tile(int64_t page, int64_t head, int64_t index) const {
-    return data + ((page * heads + head) * (page_size / TILE) + index) * 2 * half();
+    return data + ((page * heads + head) * (page_size / TILE) + index) * stored() * half();
   }
 
   // Key and value of one head at a KV cell; for other page sizes.
-  T* cell(int64_t index, int64_t head) const { return data + (index * heads + head) * 2 * head_dim; }
+  T* cell(int64_t index, int64_t head) const { return data + (index * heads + head) * stored() * head_dim; }
 
-  // Store the key and the value [head_dim] of one head at a KV cell.
+  // Store the key and the value [head_dim] of one head at a KV cell; of a latent ``value`` is ``key``.
   void write(int64_t index, int64_t head, const T* key, const T* value) const {
-    if (!finite(value, head_dim)) return write_unknown(index, head);
+    finite(value, head_dim) ? put(index, head, key, value) : write_unknown(index, head);
+  }
+
+  void put(int64_t index, int64_t head, const T* key, const T* value) const {
     if (tiled()) {
       const int64_t offset = index % page_size;
       write_to_tile(tile(index / page_size, head, offset / TILE), static_cast<int>(offset % TILE), key, value);
     } else {
       std::memcpy(cell(index, head), key, sizeof(T) * head_dim);
-      std::memcpy(cell(index, head) + head_dim, value, sizeof(T) * head_dim);
+      if (latent == 0) std::memcpy(cell(index, head) + head_dim, value, sizeof(T) * head_dim);
     }
   }
 
   // Not inlined: it is rare.
   __attribute__((noinline)) void write_unknown(int64_t index, int64_t head) const {
     const std::vector<T> key(head_dim, Number<T>::make(NAN)), value(head_dim);
-    write(index, head, key.data(), value.data());
+    put(index, head, key.data(), value.data());
   }
 
   // Write one of the numbers of each of head_dim units; the others may be written at the same time.
@@ -84,7 +92,7 @@ struct KVPool {
   void write_to_tile(T* tile, int at, const T* key, const T* value) const {
     for (int64_t d = 0; d < head_dim; d += PER_UNIT)
       std::memcpy(tile + (d / PER_UNIT * TILE + at) * PER_UNIT, key + d, sizeof(uint32_t));
-    put_in_units(tile + half() + at / PER_UNIT * head_dim * PER_UNIT, at % PER_UNIT, value);
+    if (latent == 0) put_in_units(tile + half() + at / PER_UNIT * head_dim * PER_UNIT, at % PER_UNIT, value);
   }
 };
 
@@ -102,6 +110,17 @@ class Context {
     const int64_t page = index / tiles_per_page_;
     return reinterpret_cast<const uint32_t*>(kv_.tile(pages_[page], head_, index - page * tiles_per_page_));
   }
+
+  // The values of a tile: behind its keys, or made of them in ``scratch``, while the same part of ``next`` is prefetched.
+  AIOINFER_INLINE const uint32_t* values(const uint32_t* tile, const uint32_t* next, void* scratch) const {
+    if (kv_.latent == 0) return tile + kv_.half() / KVPool<T>::PER_UNIT;
+    uint32_t* made = static_cast<uint32_t*>(scratch);
+    values_of_latents<T>(tile, next, kv_.latent, made);
+    return made;
+  }
+
+  int64_t value_dim() const { return kv_.value_dim(); }
+  bool latent() const { return kv_.latent != 0; }
 
   // Tiles exist in memory and can be prefetched.
   bool lies() const { return kv_.tiled(); }

@@ -61,7 +61,7 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, gate, out)
   AIOINFER_TEMPLATE(AddNormArguments, pool, hidden, delta, count, size, weight, bias, eps, sums, out)
-  AIOINFER_PLAIN(RouterArguments, weight, bias, scales, top_k, groups, top_groups, scale, sigmoid, normalize)
+  AIOINFER_PLAIN(RouterArguments, weight, bias, scales, top_k, groups, top_groups, scale, sigmoid, rounds, normalize)
   AIOINFER_TEMPLATE(RouteArguments, pool, router, values, count, hidden, weights, experts)
   AIOINFER_TEMPLATE(ExpertsArguments, count, gate_up, down)
   AIOINFER_TEMPLATE(MixArguments, pool, experts, values, count, top_k, chosen, weights, gate, out)
@@ -78,12 +78,14 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(SelfAttentionArguments, heads, kv_heads, head_dim, kv, into, gated, head_norm, value_norm, shared,
                     whole_norm, norm_last, head_norm_eps, cos, sin, rotary_dim, out, window, block, spans, scale, soft_cap,
                     sinks, query_growth, query_length, out_scale)
+  AIOINFER_TEMPLATE(LatentAttentionArguments, heads, plain, rotated, rank, value_dim, kv, into, query_norm, queries,
+                    latent_norm, eps, cos, sin, absorb, expand, out, scale)
   AIOINFER_TEMPLATE(ShortConvArguments, into, weight, bias, size, out, state)
   AIOINFER_TEMPLATE(DeltaRuleArguments, key_heads, value_heads, key_dim, value_dim, into, gates, conv, size, rate, bias,
                     norm, eps, out, state)
   AIOINFER_TEMPLATE(MambaArguments, heads, head_dim, groups, state_size, into, conv, conv_bias, size, bias, rate, skip,
                     norm, eps, gate_scale, step_scale, out, out_scale, state)
-  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, conv, delta_rule, mamba,
+  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, latent, conv, delta_rule, mamba,
                     mixer_post_norm, mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate,
                     mlp_post_norm, dual, per_layer, residual_scale, part_scale, parallel)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,

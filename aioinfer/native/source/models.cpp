@@ -55,6 +55,27 @@ SelfAttention<T> mixer_of(const SelfAttentionArguments<T>& a) {
   };
 }
 
+LatentAttention<T> mixer_of(const LatentAttentionArguments<T>& a) {
+  return {
+      .heads = a.heads,
+      .plain = a.plain,
+      .rotated = a.rotated,
+      .rank = a.rank,
+      .value_dim = a.value_dim,
+      .into = a.into,
+      .query_norm = a.query_norm,
+      .queries = a.queries,
+      .latent_norm = a.latent_norm,
+      .eps = a.eps,
+      .rotary = {a.cos, a.sin, a.rotated},
+      .absorb = a.absorb,
+      .expand = a.expand,
+      .out = a.out,
+      .params = {a.scale, 0.0f, 0, 1},
+      .kv = a.kv,
+  };
+}
+
 ShortConv<T> mixer_of(const ShortConvArguments<T>& a) {
   return {.into = a.into, .conv = {a.weight, a.bias, a.out->inner, a.size}, .out = a.out, .state = a.state};
 }
@@ -94,13 +115,15 @@ Mamba2<T> mixer_of(const MambaArguments<T>& a) {
 }
 
 decltype(Layer<T>::mixer) mixer_of(const LayerArguments<T>& a) {
-  const int given = (a.attention != nullptr) + (a.conv != nullptr) + (a.delta_rule != nullptr) + (a.mamba != nullptr);
+  const int given = (a.attention != nullptr) + (a.latent != nullptr) + (a.conv != nullptr) + (a.delta_rule != nullptr) +
+                    (a.mamba != nullptr);
   const bool both = a.attention != nullptr && a.mamba != nullptr;
   require(given == 1 + both, "a layer has one mixer");
   if (both)
     return SideBySide<T>{mixer_of(*a.mamba), mixer_of(*a.attention), a.mamba->out_scale, a.attention->out_scale};
   if (a.mamba != nullptr) return mixer_of(*a.mamba);
   if (a.attention != nullptr) return mixer_of(*a.attention);
+  if (a.latent != nullptr) return mixer_of(*a.latent);
   if (a.conv != nullptr) return mixer_of(*a.conv);
   return mixer_of(*a.delta_rule);
 }
@@ -241,7 +264,7 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
 void* NAMED(router)(const RouterArguments* a) {
   return guarded<void*>(nullptr, [&] {
     const int64_t experts = a->weight->outputs;
-    const Rule rule{a->sigmoid, experts, a->top_k, a->groups, a->top_groups, a->normalize, a->scale};
+    const Rule rule{a->sigmoid, a->rounds, experts, a->top_k, a->groups, a->top_groups, a->normalize, a->scale};
     require(a->groups > 0 && experts % a->groups == 0, "the experts do not divide into so many groups");
     require(a->top_groups > 0 && a->top_groups <= a->groups, "top_groups is not in [1, groups]");
     require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");

@@ -40,6 +40,7 @@ class Best {
 // The parameters of a router. Groups are consecutive experts of equal number; a token uses ``top_groups`` of them.
 struct Rule {
   bool sigmoid;  // the score of each expert by itself; else a softmax over all of them
+  bool rounds;   // scores and weights are rounded to T
   int64_t experts, top_k, groups, top_groups;
   bool normalize;
   float scale;
@@ -53,8 +54,8 @@ struct RoutingScratch {
   std::vector<char> open;
 };
 
-// Scores are computed in float whatever T is. With a softmax, weights are rounded to T, and scores, too, unless a bias
-// affects the choice, as in the training of these models.
+// Scores are computed in float whatever T is. Of most models with a softmax, weights are rounded to T, and scores, too,
+// unless a bias affects the choice, as in the training of these models.
 template <class T>
 class Router {
  public:
@@ -71,7 +72,7 @@ class Router {
 
   // Scores [tokens, stride()] of all tokens.
   void score(Worker& worker, const Activations<float>& tokens, float* scores) const {
-    const bool exact = rule.sigmoid || !bias_.empty();
+    const bool exact = !rule.rounds || !bias_.empty();
     const auto put = [&](const Place& place, int64_t panel, Floats one, Floats other) {
       float* to = scores + place.row * stride() + panel * PANEL;
       store(to, exact ? one : rounded<T>(one));
@@ -101,7 +102,7 @@ class Router {
     for (int64_t j = 0; j < rule.top_k; j++) {
       const float weight = (rule.normalize ? weights[j] / total : weights[j]) * rule.scale;
       if (scales_.empty())
-        weights[j] = rule.sigmoid ? weight : Number<T>::read(Number<T>::make(weight));
+        weights[j] = rule.rounds ? Number<T>::read(Number<T>::make(weight)) : weight;
       else
         weights[j] = weight * scales_[experts[j]];
     }
@@ -130,14 +131,15 @@ class Router {
     for (int64_t e = 0; e < stride(); e += LANES) store(scores + e, load<Floats>(scores + e) / all);
   }
 
-  // Offer the experts of the best groups; the score of a group is the sum of its two best experts.
+  // Offer the experts of the best groups; the score of a group is the sum of its two best experts, with a softmax that of
+  // its best one.
   void offer(const float* wanted, RoutingScratch& scratch) const {
     const int64_t size = rule.experts / rule.groups;
     std::fill_n(scratch.open.begin(), rule.groups, rule.top_groups == rule.groups);
     if (rule.top_groups < rule.groups) {
       scratch.groups.clear(rule.top_groups);
       for (int64_t group = 0; group < rule.groups; group++) {
-        scratch.best.clear(std::min<int64_t>(2, size));
+        scratch.best.clear(std::min<int64_t>(rule.sigmoid ? 2 : 1, size));
         for (int64_t e = group * size; e < (group + 1) * size; e++) scratch.best.offer(wanted[e], e);
         float goodness = 0;
         for (int64_t at = 0; at < scratch.best.count(); at++) goodness += wanted[scratch.best.number(at)];

@@ -31,6 +31,22 @@ struct AttentionParams {
   }
 };
 
+// What the result of a query over some positions is made of: the best score, and the sums of weights relative to it and of
+// weighted values.
+struct Weighted {
+  float best, total;
+  float* sums;
+
+  // Add those over the positions behind them.
+  void merge(const Weighted& other, int64_t size) {
+    const float now = std::max(best, other.best);
+    const float own = exponential(spread(best - now))[0], added = exponential(spread(other.best - now))[0];
+    for (int64_t d = 0; d < size; d += LANES)
+      store(sums + d, load<Floats>(sums + d) * own + load<Floats>(other.sums + d) * added);
+    total = total * own + other.total * added, best = now;
+  }
+};
+
 // The state of at most MOST queries.
 template <int MOST>
 class Softmax {
@@ -44,6 +60,8 @@ class Softmax {
     best_[q] = params_.sinks == nullptr ? -INFINITY : params_.sinks[head];
     total_[q] = best_[q] == -INFINITY ? 0 : 1;
   }
+
+  void clip(int q, int64_t from, int64_t to) { from_[q] = std::max(from_[q], from), to_[q] = std::min(to_[q], to); }
 
   // The first position that one of the queries sees, and the end of those that one of them sees.
   int64_t first(int queries) const { return *std::min_element(from_, from_ + queries); }
@@ -81,6 +99,9 @@ class Softmax {
 
   // What sums of former stretches must be multiplied by.
   float shrink(int q) const { return shrink_[q]; }
+
+  float best(int q) const { return best_[q]; }
+  float total(int q) const { return total_[q]; }
 
   // What sums of all stretches must be multiplied by.
   float share(int q) const { return 1.0f / total_[q]; }

@@ -44,7 +44,7 @@ class TiledAttending {
 
   TiledAttending(const Context<T>& context, int64_t head_dim, const AttentionParams& params, int queries,
                  TiledScratch<T>& scratch)
-      : context_(context), head_dim_(head_dim), scale_(params.scale), queries_(queries), scratch_(scratch),
+      : context_(context), head_dim_(head_dim), value_dim_(context.value_dim()), scale_(params.scale), queries_(queries), scratch_(scratch),
         softmax_(params) {}
 
   // Query ``q`` [head_dim] of a head, which is at ``position`` of a sequence and sees it up to ``behind``.
@@ -57,9 +57,12 @@ class TiledAttending {
       std::memcpy(&scratch_.queries[q * scratch_.padded], query, sizeof(T) * head_dim_);
   }
 
-  void run() {
+  // Have query ``q`` see no others than positions [from, to).
+  void clip(int q, int64_t from, int64_t to) { softmax_.clip(q, from, to); }
+
+  __attribute__((noinline)) void run() {
     const int64_t first = softmax_.first(queries_) / SPAN * SPAN, behind = softmax_.behind(queries_);
-    std::fill_n(scratch_.sums.data(), queries_ * head_dim_, 0.0f);
+    std::fill_n(scratch_.sums.data(), queries_ * value_dim_, 0.0f);
     for (int64_t at = first; at < behind; at += SPAN) {
       count_ = static_cast<int>(std::min<int64_t>(SPAN, behind - at));
       tiles_ = (count_ + TILE - 1) / TILE;
@@ -77,10 +80,13 @@ class TiledAttending {
   // The results [head_dim] of one query.
   const float* finish(int q) {
     const float share = softmax_.share(q);
-    float* results = &scratch_.sums[q * head_dim_];
-    for (int64_t d = 0; d < head_dim_; d += LANES) store(results + d, load<Floats>(results + d) * share + 0.0f);
+    float* results = &scratch_.sums[q * value_dim_];
+    for (int64_t d = 0; d < value_dim_; d += LANES) store(results + d, load<Floats>(results + d) * share + 0.0f);
     return results;
   }
+
+  // What results are made of, instead: see softmax.hpp.
+  Weighted weighted(int q) const { return {softmax_.best(q), softmax_.total(q), &scratch_.sums[q * value_dim_]}; }
 
  private:
   // The numbers of a step.
@@ -93,10 +99,11 @@ class TiledAttending {
       tile_[i] = context_.tile(first + i, &scratch_.tiles[2 * TILE * head_dim_ * i]);
       const int64_t later = first + i + SPAN / TILE;
       next_[i] = later < all && context_.lies() ? context_.tile(later, nullptr) : tile_[i];
+      values_[i] = context_.values(tile_[i], next_[i], &scratch_.values[TILE * value_dim_ * i]);
     }
   }
 
-  const uint32_t* values(int tile) const { return tile_[tile] + TILE * head_dim_ / 2; }
+  const uint32_t* values(int tile) const { return values_[tile]; }
 
   // put(query, offset, LANES weights). All maxima are found before any weights, so that consecutive operations do not
   // depend on each other. Positions up to the end of a step have weights, too: behind the last one these are 0.
@@ -111,8 +118,8 @@ class TiledAttending {
   }
 
   void shrink(int q) {
-    float* sums = &scratch_.sums[q * head_dim_];
-    for (int64_t d = 0; d < head_dim_; d += LANES) store(sums + d, load<Floats>(sums + d) * softmax_.shrink(q));
+    float* sums = &scratch_.sums[q * value_dim_];
+    for (int64_t d = 0; d < value_dim_; d += LANES) store(sums + d, load<Floats>(sums + d) * softmax_.shrink(q));
   }
 
   // -- by tiles: ROWS blocks of 16 queries -----------------------------------------------------------------------
@@ -124,8 +131,8 @@ class TiledAttending {
     copy_values();
     const TileRows weights{scratch_.weights.data(), tiles::SIDE * SPAN * sizeof(T), tiles::ROW, SPAN * sizeof(T)};
     int64_t d = 0;
-    for (; d + 2 * tiles::SIDE <= head_dim_; d += 2 * tiles::SIDE) add_by_tiles<ROWS, 2>(weights, d);
-    if (d < head_dim_) add_by_tiles<ROWS, 1>(weights, d);
+    for (; d + 2 * tiles::SIDE <= value_dim_; d += 2 * tiles::SIDE) add_by_tiles<ROWS, 2>(weights, d);
+    if (d < value_dim_) add_by_tiles<ROWS, 1>(weights, d);
   }
 
   template <int ROWS>
@@ -159,22 +166,23 @@ class TiledAttending {
 
   void copy_values() {
     uint32_t* to = reinterpret_cast<uint32_t*>(scratch_.values.data());
-    const int64_t units = TILE / 2 * head_dim_;
-    for (int i = 0; i < tiles_; i++) std::memcpy(to + i * units, values(i), sizeof(uint32_t) * units);
+    const int64_t units = TILE / 2 * value_dim_;
+    // Those of latents are there.
+    for (int i = 0; i < tiles_ && !context_.latent(); i++) std::memcpy(to + i * units, values(i), sizeof(uint32_t) * units);
     if (count_ % 2)
-      for (int64_t d = 0; d < head_dim_; d++) to[count_ / 2 * head_dim_ + d] &= 0xffff;
+      for (int64_t d = 0; d < value_dim_; d++) to[count_ / 2 * value_dim_ + d] &= 0xffff;
     const int begin = (count_ + 1) / 2, end = steps_ * tiles::SIDE;
-    std::fill_n(to + begin * head_dim_, (end - begin) * head_dim_, 0u);
+    std::fill_n(to + begin * value_dim_, (end - begin) * value_dim_, 0u);
   }
 
   template <int ROWS, int COLUMNS>
   void add_by_tiles(const TileRows& weights, int64_t d) {
-    const int64_t row = head_dim_ * sizeof(uint32_t);
+    const int64_t row = value_dim_ * sizeof(uint32_t);
     TileColumns<COLUMNS> values{{}, tiles::SIDE * row, row};
     for (int i = 0; i < COLUMNS; i++) values.first[i] = &scratch_.values[2 * (d + i * tiles::SIDE)];
-    TileSums<ROWS, COLUMNS>::load(&scratch_.sums[d], head_dim_);
+    TileSums<ROWS, COLUMNS>::load(&scratch_.sums[d], value_dim_);
     TileSums<ROWS, COLUMNS>::add(weights, values, steps_);
-    TileSums<ROWS, COLUMNS>::store(&scratch_.sums[d], head_dim_);
+    TileSums<ROWS, COLUMNS>::store(&scratch_.sums[d], value_dim_);
   }
 
   // -- by vectors ------------------------------------------------------------------------------------------------
@@ -189,7 +197,7 @@ class TiledAttending {
     for (; v + WIDE <= tiles_; v += WIDE) score_vectors<QUERIES, WIDE>(v);
     for (; v < tiles_; v++) score_vectors<QUERIES, 1>(v);
     weigh(at, [&](int q, int i, Floats weight) { store(&scratch_.factors[q * SPAN + i], rounded<T>(weight)); });
-    const int vectors = static_cast<int>(head_dim_ / LANES);
+    const int vectors = static_cast<int>(value_dim_ / LANES);
     for (v = 0; v + WIDE <= vectors; v += WIDE) add_vectors<QUERIES, WIDE>(v);
     for (; v < vectors; v++) add_vectors<QUERIES, 1>(v);
   }
@@ -265,7 +273,7 @@ class TiledAttending {
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
-      for (int v = 0; v < COUNT; v++) sums[q][v] = load<Floats>(&scratch_.sums[q * head_dim_ + (first + v) * LANES]);
+      for (int v = 0; v < COUNT; v++) sums[q][v] = load<Floats>(&scratch_.sums[q * value_dim_ + (first + v) * LANES]);
     for (int done = 0; done < count_; done += STEP) {
       Halves<QUERIES, COUNT> halves;
       for (int begin = done; begin < std::min(done + STEP, count_); begin += TILE) {
@@ -274,10 +282,10 @@ class TiledAttending {
         for (int v = 0; v < COUNT; v++) {
           vectors[v] = values(begin / TILE) + (first + v) * LANES;
           ahead[v] = next_[begin / TILE] + (first + v) * LANES;
-          last[v] = vectors[v] + units * head_dim_;
+          last[v] = vectors[v] + units * value_dim_;
         }
         const float* weights = &scratch_.factors[begin];
-        halves.add(weights, SPAN, vectors, head_dim_, units, ahead);
+        halves.add(weights, SPAN, vectors, value_dim_, units, ahead);
         if (positions % 2) halves.add_half(weights + 2 * units, SPAN, last);
       }
       halves.add_to(sums);
@@ -285,16 +293,16 @@ class TiledAttending {
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
-      for (int v = 0; v < COUNT; v++) store(&scratch_.sums[q * head_dim_ + (first + v) * LANES], sums[q][v]);
+      for (int v = 0; v < COUNT; v++) store(&scratch_.sums[q * value_dim_ + (first + v) * LANES], sums[q][v]);
   }
 
   const Context<T>& context_;
-  const int64_t head_dim_;
+  const int64_t head_dim_, value_dim_;
   const float scale_;
   const int queries_;
   int count_, tiles_, steps_;  // positions of the stretch, their tiles, and steps of 32
   TiledScratch<T>& scratch_;
-  const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE];
+  const uint32_t *tile_[SPAN / TILE], *next_[SPAN / TILE], *values_[SPAN / TILE];
   Softmax<MOST> softmax_;
 };
 

@@ -6,7 +6,17 @@ https://github.com/ggml-org/llama.cpp/tree/master/src/models
 
 from __future__ import annotations
 
-from aioinfer.checkpoint.gguf.architectures import gemma, gemma4, gpt_oss, hybrid, llama, mamba, others, qwen
+from aioinfer.checkpoint.gguf.architectures import (
+    deepseek,
+    gemma,
+    gemma4,
+    gpt_oss,
+    hybrid,
+    llama,
+    mamba,
+    others,
+    qwen,
+)
 from aioinfer.checkpoint.gguf.architectures.base import Architecture
 from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError, shown
@@ -15,7 +25,7 @@ __all__ = ["architecture_of"]
 
 _ARCHITECTURES: dict[str, Architecture] = {
     name: architecture
-    for family in (llama, qwen, gemma, gemma4, gpt_oss, hybrid, mamba, others)
+    for family in (llama, qwen, gemma, gemma4, gpt_oss, hybrid, mamba, deepseek, others)
     for name, architecture in family.ARCHITECTURES.items()
 }
 

@@ -100,6 +100,8 @@ class Architecture:
     values: Mapping[str, Values] = field(default_factory=dict)
     #: whether a part of each head may be rotated: then its size does not follow from that part's
     partial_rotary: bool = False
+    #: whether heads share latents: the size that is stated is that of the part that rotates
+    latent: bool = False
     #: texts of control tokens that end a turn, beside those that do so everywhere
     ends: frozenset[str] = frozenset()
 
