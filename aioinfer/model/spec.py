@@ -87,8 +87,8 @@ class ModelSpec:
     images: ImageSupport | None = None
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
     states: tuple[StateShape, ...] = ()
-    #: of a model whose layers attend to latents, the sizes that native kernels compute in whole vectors; empty
-    #: for other models
+    #: of a model whose layers attend to latents, the sizes that native kernels compute in whole vectors;
+    #: empty for other models
     latent: tuple[int, ...] = ()
 
     @property

@@ -100,7 +100,8 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("Glm4MoeLite",
         {**LATENT, **LATENT_EXPERTS, "q_lora_rank": 32, "num_attention_heads": 5, "v_head_dim": 64}),
     "minicpm3": ("MiniCPM3",
-        {**LATENT, "q_lora_rank": 48, "kv_lora_rank": 32, "num_attention_heads": 8, "num_key_value_heads": 8}),
+        {**LATENT, "q_lora_rank": 48, "kv_lora_rank": 32, "num_attention_heads": 8, "num_key_value_heads":
+        8}),
     "youtu": ("Youtu", {**LATENT, "q_lora_rank": 32, "tie_word_embeddings": True}),
 }
 # fmt: on

@@ -87,7 +87,7 @@ def test_a_cached_prefix_is_used_up_to_a_state_that_was_kept(
     assert found == greedy_each(oracle, [*batch, batch[0]], TOKENS, found)
 
 
-@pytest.mark.parametrize("family", thinned(OWN, 3))
+@pytest.mark.parametrize("family", thinned([name for name in OWN if name != "deepseek-v3"], 3))
 def test_the_fallback_gives_the_same_as_our_own_code(checkpoint: Checkpoint, family: str) -> None:
     path, oracle = checkpoint(family)
     prompt = prompts(3, 1)[0]

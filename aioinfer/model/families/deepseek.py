@@ -77,8 +77,11 @@ class DeepSeek(Family):
         # Panels of the products of heads are two vectors wide.
         return [*inner_sizes(config), *parts, rank, rank // 2, value_dim, value_dim // 2]
 
-    def unread(self, name: str) -> bool:
-        return ".nextn." in name
+    def unread(self, config: Any, name: str) -> bool:
+        # Layers behind the last one predict further tokens; GGUF files have names of their own for some parts.
+        found, first = _LAYER.match(name), config.num_hidden_layers
+        count = getattr(config, "num_nextn_predict_layers", None) or 0
+        return ".nextn." in name or (found is not None and first <= int(found[1]) < first + count)
 
     def embedding(self, source: Source) -> Embedding:
         return Embedding(scale=factor(source.config, "scale_emb"))
@@ -89,8 +92,6 @@ class DeepSeek(Family):
 
     def layer(self, source: Source, index: int) -> Layer:
         config, prefix = source.config, f"model.layers.{index}"
-        if index == 0:
-            _leave_predictors(source.weights, config)
         depth: float | None = getattr(config, "scale_depth", None)
         return Layer(
             mixer_norm=source.norm(f"{prefix}.input_layernorm"),
@@ -221,12 +222,3 @@ def _scale(config: Any, size: int) -> float:
         return scale
     length = max(1.0, parameters["factor"])
     return scale * (0.1 * every * math.log(length) + 1.0) ** 2
-
-
-def _leave_predictors(weights: Weights, config: Any) -> None:
-    """Layers behind the last one predict further tokens, and are not read."""
-    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
-    for name in weights.names:
-        found = _LAYER.match(name)
-        if found and first <= int(found[1]) < first + count:
-            weights.leave(name)

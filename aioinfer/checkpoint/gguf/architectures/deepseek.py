@@ -1,5 +1,5 @@
-"""deepseek2, to which DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu-LLM convert, and minicpm3: attention
-over latents."""
+"""deepseek2, to which DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash and Youtu-LLM convert, and minicpm3:
+attention over latents."""
 
 from __future__ import annotations
 
