@@ -100,7 +100,10 @@ class Mixture(LlamaLike):
         if not middle:
             return None
         prefix = f"model.layers.{index}.{self.shared}"
-        expert = source.gated_mlp(prefix, middle, shared=True, names=self.shared_names)
+        # GGUF files have gate and up apart.
+        names = self.shared_names
+        names = names if f"{prefix}.{names[0]}.weight" in source.weights else GATE_UP_DOWN
+        expert = source.gated_mlp(prefix, middle, shared=True, names=names)
         gate = f"{prefix}_gate.weight"
         if own(source.config, "shared_expert_intermediate_size") is None:
             return expert

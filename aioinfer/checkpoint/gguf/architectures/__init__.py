@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from aioinfer.checkpoint.gguf.architectures import (
     deepseek,
+    dense,
     gemma,
     gemma4,
     gpt_oss,
     hybrid,
     llama,
     mamba,
+    mixtures,
     others,
     qwen,
 )
@@ -25,7 +27,7 @@ __all__ = ["architecture_of"]
 
 _ARCHITECTURES: dict[str, Architecture] = {
     name: architecture
-    for family in (llama, qwen, gemma, gemma4, gpt_oss, hybrid, mamba, deepseek, others)
+    for family in (llama, qwen, gemma, gemma4, gpt_oss, hybrid, mamba, deepseek, dense, mixtures, others)
     for name, architecture in family.ARCHITECTURES.items()
 }
 
