@@ -20,11 +20,19 @@ from tests.native.quantised_reference import Quantised, fused, multiply
 from tests.native.support import DTYPES, UNIT, normal
 from tests.tiers import grid
 
-Bits = Literal[4, 6, 8]
+Bits = Literal[4, 6, 8, 0]
 ROWS = [*range(1, 10), 17, 23, 24, 33, 70]
 GROUPS = [0, 32, 64, 128]
+#: those of llama.cpp's IQ4, the largest among them
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 127)
+#: in place of bits: 4 with a table
+LOOKED_UP: Literal[0] = 0
 #: all bits with their groups
-KINDS = [(bits, group) for bits in (4, 6, 8) for group in (*GROUPS, *([16] if bits > 4 else []))]
+KINDS = [(bits, group) for bits in (4, 6, 8, LOOKED_UP) for group in (*GROUPS, *([16] if bits != 4 else []))]
+
+
+def rounding_of(bits: Bits, group: int) -> Rounding:
+    return Rounding(4, group, TABLE) if bits == LOOKED_UP else Rounding(bits, group)
 
 
 def draw(
@@ -33,11 +41,13 @@ def draw(
     """Any numbers, the extreme ones among them."""
     outputs, inner = shape
     groups = -(-inner // group) if group else 1
-    values = rng.integers(-128, 128, shape) if bits == 8 else rng.integers(0, 2**bits, shape)
-    values[rng.integers(outputs)] = -128 if bits == 8 else 2**bits - 1
+    values = rng.integers(-128, 128, shape) if bits == 8 else rng.integers(0, 2 ** (bits or 4), shape)
+    values[rng.integers(outputs)] = -128 if bits == 8 else 2 ** (bits or 4) - 1
+    if bits == LOOKED_UP:
+        values = np.array(TABLE)[values]
     scales = rng.standard_normal((outputs, groups)).astype(np.float32)
     if not offsets:
-        return Quantised(values - Rounding(bits, group).zero, scales, None, group)
+        return Quantised(values - rounding_of(bits, group).zero, scales, None, group)
     return Quantised(values, scales, rng.standard_normal((outputs, groups)).astype(np.float32), group)
 
 
@@ -49,8 +59,10 @@ def packed(
     threads: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> NativeLinear:
-    rounding = Rounding(bits, weight.group)
+    rounding = rounding_of(bits, weight.group)
     stored = weight.values + (rounding.zero if weight.offsets is None else 0)
+    if rounding.table:
+        stored = np.searchsorted(TABLE, stored)
     return NativeLinear.given(
         shared_thread_pool(threads),
         QuantisedMatrix(
@@ -107,7 +119,7 @@ def test_results_have_the_bits_of_the_stated_arithmetic(
                 assert_bits(other(torch.from_numpy(values[:rows])), wanted[:rows])
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8, LOOKED_UP])
 @pytest.mark.parametrize("group", [0, 64])
 def test_results_of_bfloat16_are_rounded_once(group: int, bits: Bits) -> None:
     rng = np.random.default_rng(3)
@@ -134,7 +146,7 @@ def test_the_largest_numbers_do_not_saturate(value: str, sign: int, bits: Bits) 
 @pytest.mark.parametrize("rows", [2, 24])
 def test_the_longest_group_does_not_overflow(rows: int) -> None:
     inner = 1 << 17
-    for number, bits in ((-128, 8), (127, 8), (-32, 6), (31, 6), (-8, 4)):
+    for number, bits in ((-128, 8), (127, 8), (-32, 6), (31, 6), (-8, 4), (-127, LOOKED_UP)):
         weight = Quantised(np.full((1, inner), number), np.ones((1, 1), np.float32), None, 0)
         for sign in (-1, 1):
             got = packed(weight, None, bits)(torch.full((rows, inner), 127.0 * sign))  # type: ignore[arg-type]
@@ -321,7 +333,7 @@ STORED = [
 
 @pytest.mark.parametrize(
     ("bits", "how", "group", "groups", "plain", "both"),
-    [(bits, *each) for bits in (4, 6, 8) for each in STORED if (bits, each[1]) in KINDS],
+    [(bits, *each) for bits in (4, 6, 8, LOOKED_UP) for each in STORED if (bits, each[1]) in KINDS],
 )
 @pytest.mark.parametrize("offsets", [False, True])
 def test_factors_are_stored_as_short_as_they_can_be_without_loss(
@@ -341,7 +353,8 @@ def test_factors_are_stored_as_short_as_they_can_be_without_loss(
         for each in (linear, mapped(linear, weight, None)):
             for rows in ROWS:
                 assert_bits(each(torch.from_numpy(values[:rows])), wanted[:rows])
-    assert linear.packed.memory[1] == 6 * groups * (16 * group * bits // 8 + (both if offsets else plain))
+    size = 16 * group * (bits or 4) // 8 + (both if offsets else plain)
+    assert linear.packed.memory[1] == 6 * groups * size
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1e-45, 2e-38, 3e38, np.inf, -np.inf, np.nan])
@@ -401,6 +414,22 @@ def test_steps_without_blocks_of_several_groups_are_refused(group: int, inner: i
             dtype=torch.float32,
             kept=True,
         )
+
+
+@pytest.mark.parametrize(
+    ("rounding", "why"),
+    [
+        (Rounding(6, 32, TABLE), "have 4 bits"),
+        (Rounding(4, 32, (*TABLE[:15], -128)), "-128"),
+        (Rounding(4, 8, TABLE), "multiple of 16"),
+    ],
+)
+def test_tables_without_kernels_are_refused(rounding: Rounding, why: str) -> None:
+    matrix = QuantisedMatrix(
+        torch.zeros(3, 64, dtype=torch.uint8), torch.ones(3, 64 // rounding.group), None, rounding
+    )
+    with pytest.raises(InvalidArguments, match=why):
+        NativeLinear.given(shared_thread_pool(1), matrix, None, dtype=torch.float32)
 
 
 def test_numbers_beyond_their_bits_and_rows_too_long_for_one_group_are_refused() -> None:

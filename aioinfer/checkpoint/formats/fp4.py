@@ -5,7 +5,7 @@
     compressed-tensors   weight_packed, weight_scale likewise; weight_global_scale, a divisor of all; of MXFP4
                          weight_scale [outputs, inner / 32], uint8, exponents of two plus 127
 
-Twice the numbers are whole ones up to 12, so native kernels multiply them as numbers of 6 bits, without loss.
+Twice the numbers are whole ones, so native kernels multiply them by a table.
 Source: https://github.com/NVIDIA/TensorRT-Model-Optimizer, https://github.com/vllm-project/compressed-tensors
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.formats.base import Delegating, Format, Stored, dequantised, finite
 from aioinfer.checkpoint.formats.fp8 import FP8
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import FLOAT4, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["FP4", "ModelOpt"]
 
-#: twice the numbers that 4 bits stand for, but for their sign
-_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)
 _E4M3 = "float8_e4m3fn"
 _BIAS = 127
 #: algorithms of ModelOpt whose weights are stored so, or as FP8
@@ -73,16 +71,14 @@ class FP4(Format):
         return dequantised(self.matrix(stored))
 
     def rounding(self, stored: Stored) -> Rounding | None:
-        return Rounding(6, self._group)
+        return Rounding(4, self._group, FLOAT4)
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         import torch
 
-        rounding, packed = Rounding(6, self._group), stored.typed(self.marker, "uint8")
-        table = torch.tensor([*_TWICE, *(-each for each in _TWICE)], dtype=torch.int8) + rounding.zero
-        pairs = torch.stack((table[torch.arange(256) & 15], table[torch.arange(256) >> 4]), dim=1)
-        values = pairs.view(torch.uint8)[packed.int()].flatten(-2)
-        return QuantisedMatrix(values, self._scales(stored) / 2, None, rounding)
+        packed = stored.typed(self.marker, "uint8")
+        values = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+        return QuantisedMatrix(values, self._scales(stored) / 2, None, Rounding(4, self._group, FLOAT4))
 
     def _scales(self, stored: Stored) -> torch.Tensor:
         import torch

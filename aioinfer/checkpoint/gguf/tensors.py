@@ -119,10 +119,10 @@ class GGUFTensors(StoredTensors):
         order = self._columns(name)
         return rounding if order is None or _groups(order, rounding.group) is not None else None
 
-    def quantised(self, name: str) -> QuantisedMatrix:
+    def quantised(self, name: str, at: int | None = None) -> QuantisedMatrix:
         import torch
 
-        matrix, order = super().quantised(name), self._columns(name)
+        matrix, order = super().quantised(name, at), self._columns(name)
         groups = None if order is None else _groups(order, matrix.rounding.group)
         if order is None or groups is None:
             return matrix
