@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import regex
 
@@ -44,17 +44,24 @@ _PREFIXES = (
     "model.",
 )
 #: "default" is the name that PEFT gives to an adapter in memory; it writes files without
-_FACTOR = regex.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
+_PARTS = {
+    "A": regex.compile(r"(.+)\.lora_(?:A(?:\.[^.]+)?\.weight|embedding_A(?:\.[^.]+)?)"),
+    "B": regex.compile(r"(.+)\.lora_(?:B(?:\.[^.]+)?\.weight|embedding_B(?:\.[^.]+)?)"),
+    "magnitude": regex.compile(r"(.+)\.lora_magnitude_vector(?:\.[^.]+){0,2}"),
+    "bias": regex.compile(r"(.+)\.lora_B(?:\.[^.]+)?\.bias"),
+}
+#: of these, numbers for each output: of DoRA, and behind B
+_VECTORS = ("magnitude", "bias")
+#: a whole weight: of modules_to_save, or of a head or an embedding that PEFT writes beside its matrices
+_SAVED = regex.compile(r"(.+?)(?:\.modules_to_save(?:\.[^.]+)?|\.base_layer)?\.weight")
 #: what other tensors of an adapter are, by a part of their names; the first that fits counts
 _OTHERS = (
-    ("lora_embedding_", "an adapter of an embedding, which is not supported"),
-    ("lora_magnitude_vector", "a part of DoRA, which is not supported"),
-    (".modules_to_save", "a layer of its own (modules_to_save), which is not supported"),
     ("trainable_tokens_", "vectors of tokens, which are not supported"),
     (".bias", "a bias, which is not supported"),
-    ("embed_tokens", "an embedding of its own, which is not supported"),
-    ("lm_head", "a head of its own, which is not supported"),
 )
+
+
+_Halves: TypeAlias = "dict[str, dict[str, tuple[str, torch.Tensor]]]"
 
 
 class Factors(NamedTuple):
@@ -66,6 +73,10 @@ class Factors(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    #: of DoRA, [outputs]: the norm of each row of the weight with the product; None: it is not changed
+    magnitude: torch.Tensor | None = None
+    #: [outputs], what is added to the outputs of B; None: nothing
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,8 @@ class AdapterFiles:
     config: AdapterConfig
     #: by :func:`module_key` of their names
     modules: Mapping[str, Factors]
+    #: names and whole weights, by the same, that replace those of the model
+    saved: Mapping[str, tuple[str, torch.Tensor]]
     #: a hash of the bytes that were read, 16 hexadecimal digits
     fingerprint: str
 
@@ -87,7 +100,7 @@ class AdapterFiles:
         content, stated = _config_of(path / _CONFIG)
         config = AdapterConfig.read(stated)
         file = read_tensors(path / _WEIGHTS, most_bytes)
-        halves = _halves(file.tensors)
+        halves, saved = _halves(file.tensors)
         modules: dict[str, Factors] = {}
         for name, found in halves.items():
             factors, key = _factors(name, found, config), module_key(name)
@@ -95,14 +108,22 @@ class AdapterFiles:
                 raise ConfigError(f"adapter: {name} is there as {modules[key].name}, too")
             modules[key] = factors
         if not modules:
-            raise ConfigError(f"adapter: {_WEIGHTS} has no tensors")
+            raise ConfigError(f"adapter: {_WEIGHTS} has no matrices of an adapter")
+        for name in sorted(config.saved):
+            if not any(f".{key}".endswith(f".{name}") for key in saved):
+                raise ConfigError(f"adapter: there is no tensor of {name} (modules_to_save)")
         fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + file.digest).hexdigest()[:16]
-        return cls(path, config, modules, fingerprint)
+        return cls(path, config, modules, saved, fingerprint)
 
     @property
     def rank(self) -> int:
         """The largest of its modules."""
         return max(len(factors.a) for factors in self.modules.values())
+
+    @property
+    def bound(self) -> bool:
+        """Whether what is computed with it follows from the weights of the model."""
+        return self.config.dora or bool(self.saved)
 
     def selects(self, key: str) -> bool:
         """Whether the config chooses the module with this key, if it is a linear layer. Raises
@@ -156,25 +177,43 @@ def _config_of(file: Path) -> tuple[bytes, dict[str, object]]:
     return content, stated
 
 
-def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
-    """By module, "A" and "B" with the name and the numbers of their tensors."""
-    halves: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+def _halves(tensors: Mapping[str, torch.Tensor]) -> tuple[_Halves, dict[str, tuple[str, torch.Tensor]]]:
+    """By module, "A" and "B", "magnitude" and "bias" with the name and the numbers of their tensors; and
+    whole weights by their keys."""
+    halves: _Halves = {}
+    saved: dict[str, tuple[str, torch.Tensor]] = {}
     for name in sorted(tensors):
-        match = _FACTOR.fullmatch(name.removeprefix(_PEFT))
+        own = name.removeprefix(_PEFT)
+        matches = ((half, pattern.fullmatch(own)) for half, pattern in _PARTS.items())
+        half, match = next((each for each in matches if each[1]), ("", None))
+        if match is None and (whole := _SAVED.fullmatch(own)):
+            key = module_key(whole[1])
+            if key in saved:
+                raise ConfigError(f"adapter: {name} is there as {saved[key][0]}, too")
+            saved[key] = name, tensors[name]
+            continue
         if match is None:
             found = next((what for part, what in _OTHERS if part in name), "no matrix of an adapter")
             raise ConfigError(f"adapter: {name} is {found}")
-        module = halves.setdefault(match["module"], {})
-        if match["half"] in module:
-            raise ConfigError(f"adapter: {name} is there as {module[match['half']][0]}, too")
-        module[match["half"]] = name, tensors[name]
-    return halves
+        module = halves.setdefault(match[1], {})
+        if half in module:
+            raise ConfigError(f"adapter: {name} is there as {module[half][0]}, too")
+        module[half] = name, tensors[name]
+    return halves, saved
 
 
 def _factors(module: str, halves: Mapping[str, tuple[str, torch.Tensor]], config: AdapterConfig) -> Factors:
-    for half, other in ("AB", "BA"):
+    for half in "AB":
         if half not in halves:
-            raise ConfigError(f"adapter: {halves[other][0]} is there, and lora_{half} of the module is not")
+            other = next(iter(halves.values()))[0]
+            raise ConfigError(f"adapter: {other} is there, and lora_{half} of the module is not")
+    for half, field, stated in (
+        (_VECTORS[0], "use_dora", config.dora),
+        (_VECTORS[1], "lora_bias", config.lora_bias),
+    ):
+        if stated != (half in halves):
+            said = f"{field} is {'true' if stated else 'false'}"
+            raise ConfigError(f"adapter: {said}, and {module} has {'no' if stated else 'a'} tensor of it")
     rank = config.rank_of(module)
     (a_name, a), (b_name, b) = halves["A"], halves["B"]
     for name, tensor in (a_name, a), (b_name, b):
@@ -185,4 +224,13 @@ def _factors(module: str, halves: Mapping[str, tuple[str, torch.Tensor]], config
             raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, the config says rank {rank}")
     if config.targets is not None and not config.selects(module):
         raise ConfigError(f"adapter: {a_name} belongs to no module that the config chooses (target_modules)")
-    return Factors(module, a, b, config.scale_of(module))
+    magnitude, bias = (_vector(halves[half], len(b)) if half in halves else None for half in _VECTORS)
+    return Factors(module, a, b, config.scale_of(module), magnitude, bias)
+
+
+def _vector(found: tuple[str, torch.Tensor], outputs: int) -> torch.Tensor:
+    """A number for each output. Raises ConfigError."""
+    name, tensor = found
+    if tensor.shape != (outputs,):
+        raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, not ({outputs},)")
+    return tensor

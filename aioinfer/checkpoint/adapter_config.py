@@ -23,13 +23,11 @@ __all__ = ["AdapterConfig"]
 
 #: fields that change what a layer computes, with what they are; refused unless they say no
 _REFUSED = {
-    "use_dora": "DoRA scales the rows of the weights",
     "use_qalora": "QA-LoRA pools the inputs",
     "use_bdlora": "its matrices are block-diagonal",
-    "lora_bias": "B has a bias",
-    "modules_to_save": "it replaces whole layers of the model",
     "layer_replication": "it repeats layers of the model",
     "trainable_token_indices": "it changes vectors of tokens",
+    "ensure_weight_tying": "it ties what it makes of the embedding and of the head",
     "target_parameters": "it adapts parameters that are no linear layers",
     "alora_invocation_tokens": "it is active after certain tokens only",
     "arrow_config": "it routes tokens to adapters",
@@ -43,8 +41,9 @@ _PLAIN_STARTS = ("gaussian", "orthogonal", "eva", "mica")
 _KNOWN = frozenset(
     {
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
-        *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
         *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha"),
+        *("lora_bias", "modules_to_save", "use_dora"),
         *("lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version"),
         *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules"),
         *("task_type", "use_rslora", "velora_config"),
@@ -79,6 +78,11 @@ class AdapterConfig:
     excluded: str | frozenset[str]
     layers: frozenset[int] | None
     layer_patterns: tuple[str, ...]
+    #: modules have magnitudes (DoRA, arXiv 2402.09353); and biases behind B
+    dora: bool
+    lora_bias: bool
+    #: names of modules that have whole weights of their own
+    saved: frozenset[str]
     _matcher: _Matcher = dataclasses.field(default_factory=lambda: _Matcher(), compare=False, repr=False)
 
     @classmethod
@@ -103,6 +107,9 @@ class AdapterConfig:
             # As in PEFT, an empty list is none.
             layers=frozenset(layers) if layers else None,
             layer_patterns=_patterns(stated),
+            dora=take("use_dora", _is_bool, "true or false", False),
+            lora_bias=take("lora_bias", _is_bool, "true or false", False),
+            saved=frozenset(take("modules_to_save", _are_names, "names of modules", [])),
         )
 
     def rank_of(self, module: str) -> int:
@@ -140,6 +147,8 @@ def _check_features(stated: Mapping[str, Any]) -> None:
     for field, reason in _REFUSED.items():
         if stated.get(field):
             raise ConfigError(f"adapter: {field} is not supported: {reason}")
+    if stated.get("use_dora") and stated.get("lora_bias"):
+        raise ConfigError("adapter: lora_bias is not supported with use_dora, nor is it by PEFT")
     bias = stated.get("bias", "none")
     if bias != "none":
         raise ConfigError(f"adapter: bias is {shown(bias)}; trained biases of the model are not supported")

@@ -76,6 +76,7 @@ class Decoder:
         if self.adapters is None or batch.adapter_slots is None:
             return self._forward(batch, attention)
         with self.adapters.computing(batch):
+            batch.features = self.adapters.with_words(batch, self._trunk.embedding.scale)
             return self._forward(batch, attention)
 
     def _forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
@@ -113,7 +114,10 @@ class Decoder:
         if not len(batch.logits_rows):
             return hidden.new_empty(0, self.spec.vocab_size)
         rows = None if batch.all_logits else batch.logits_rows
-        logits = self._head(self._last_norm(hidden, delta, rows))
+        values = self._last_norm(hidden, delta, rows)
+        logits = self._head(values)
+        if self.adapters is not None and batch.adapter_slots is not None:
+            self.adapters.to_logits(batch, values, logits)
         if trunk.logit_scale != 1.0:
             logits = logits * trunk.logit_scale
         cap = trunk.logit_cap

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from aioinfer.model.adapters.base import AdapterSlots
 from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
@@ -144,9 +143,12 @@ class NativeDecoder:
             for part, handle in enumerate(_adaptable(layer)):
                 if targets is not None and handle in targets.indices:
                     places[targets.indices[handle]] = index, part
-        self.adapters: AdapterSlots | None = None
+        self.adapters: NativeAdapters | None = None
         if targets is not None:
+            if head.packed.handle in targets.indices:
+                places[targets.indices[head.packed.handle]] = len(trunk.layers), 0
             self.adapters = NativeAdapters(self._stack, targets.targets, places, targets.max_rank)
+        self._scale = embedding.scale
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self.updates: Recipe | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -323,7 +325,10 @@ class NativeDecoder:
             arguments.hidden = batch.hidden.data_ptr()
         if self.spec.states:
             self._set_states(batch.states, rows)
-        self._set_features(batch.features)
+        features = batch.features
+        if batch.adapter_slots is not None and self.adapters is not None:
+            features = self.adapters.with_words(batch, self._scale)
+        self._set_features(features)
         rotary = self._rotary(batch)
         arguments.cos = None if rotary is None else address(rotary.cos, self.spec.dtype, rotary.cos.numel())
         arguments.sin = None if rotary is None else address(rotary.sin, self.spec.dtype, rotary.sin.numel())

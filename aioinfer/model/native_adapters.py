@@ -15,6 +15,9 @@ from aioinfer.checkpoint.adapter import AdapterFiles
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
+from aioinfer.model.adapters.words import with_words
+from aioinfer.model.batch import Batch
+from aioinfer.model.vision.base import Features
 from aioinfer.native.arguments import AdaptedLayer, LowRankTarget
 from aioinfer.native.bindings import InvalidArguments
 from aioinfer.native.packed import PackedAdapter, Stack
@@ -24,6 +27,7 @@ __all__ = ["PARTS", "NativeAdapters", "PreparedNative"]
 
 #: the linear layers of a decoder's layer that can be adapted, in the order of ``adapters.hpp``
 PARTS = ("into", "out", "gate_up", "down", "gates", "beside_into", "beside_out")
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: ranks that are computed together
 _RANKS = 16
 
@@ -36,6 +40,10 @@ class PreparedNative:
     num_bytes: int
     fingerprint: str
     packed: PackedAdapter
+    #: it was made of the model's weights, and of no use with others
+    bound: bool
+    #: [vocab_size, hidden], vectors of tokens of its own; None: it has the model's
+    words: torch.Tensor | None
 
 
 class NativeAdapters:
@@ -46,6 +54,8 @@ class NativeAdapters:
     ) -> None:
         """``places``: by the index among ``targets``, a layer of the stack and which of :data:`PARTS`."""
         self._stack, self._targets, self._places, self._max_rank = stack, targets, places, max_rank
+        #: vectors of tokens by slot
+        self._words: dict[int, torch.Tensor] = {}
 
     def prepare(self, path: Path) -> PreparedNative:
         files = AdapterFiles.read(path, self._targets.most_bytes(self._max_rank))
@@ -64,14 +74,30 @@ class NativeAdapters:
         except InvalidArguments as error:
             raise ConfigError(f"adapter: {error}") from error
         size *= 4 if self._stack.number == "float32" else 2
-        return PreparedNative(files.rank, size, files.fingerprint, packed)
+        words = self._targets.words(files, self._max_rank)
+        if words is not None:
+            words = words.to(_TYPES[self._stack.number])
+            size += words.nbytes
+        return PreparedNative(files.rank, size, files.fingerprint, packed, files.bound, words)
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
         assert isinstance(adapter, PreparedNative)
+        self._targets.bind(slot, adapter)
         self._stack.set_adapter(slot, adapter.packed)
+        if adapter.words is not None:
+            self._words[slot] = adapter.words
 
     def remove(self, slot: int) -> None:
         self._stack.set_adapter(slot, None)
+        self._words.pop(slot, None)
+        self._targets.release(slot)
+
+    def with_words(self, batch: Batch, scale: float) -> Features | None:
+        """See :func:`~aioinfer.model.adapters.words.with_words`."""
+        return with_words(batch, self._words, scale)
+
+    def replace_weights(self) -> None:
+        self._targets.replace_weights()
 
 
 class _Kept(list[object]):
@@ -85,6 +111,8 @@ class _Kept(list[object]):
             target.b, target.b_is_bfloat16 = self._numbers(each.b)
             target.rank, target.start, target.rows = each.rank, each.start, len(each.b)
             target.scale = each.scale
+            if each.rescaling is not None:
+                target.rescaling, _ = self._numbers(each.rescaling)
         return AdaptedLayer(layer=layer, part=part, targets=ctypes.addressof(targets), count=len(ranks))
 
     def _numbers(self, tensor: torch.Tensor) -> tuple[int, bool]:

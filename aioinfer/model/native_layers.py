@@ -152,6 +152,11 @@ class NativeLayers(LayerKernels):
             *(["rotary", *rotary] if rotary else []),
         ]
         spec = replace(spec, arithmetic=" ".join(names))
+        if self._targets is not None:
+            targets, handle = self._targets.targets, to_logits.packed.handle
+            self._targets.indices[handle] = targets.add_head(*head.shape, head.again)
+            if trunk.embedding.positions is None:
+                targets.add_words(words.name, words.shape, words.again)
         return NativeDecoder(self._pool, spec, trunk, vectors, to_logits, self._targets)
 
     def _quantised(self, stored: StoredMatrix) -> bool:

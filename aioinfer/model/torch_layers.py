@@ -72,5 +72,9 @@ class TorchLayers(LayerKernels):
         to_logits = self._make_linear(vectors if head is words else head.view(), head.bias())
         variance = variant_part(trunk) if self._invariant else "products of layers"
         adapters, reason = self._adapters, "" if self._adapters else "max_lora_rank is 0"
+        if adapters is not None:
+            adapters.add_head(*head.shape, head.again)
+            if trunk.embedding.positions is None:
+                adapters.targets.add_words(words.name, words.shape, words.again)
         kind = Decoder if trunk.conditioning is None else CanvasDecoder
         return kind(spec, trunk, vectors, to_logits, self.operations, adapters, reason, variance=variance)

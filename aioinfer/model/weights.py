@@ -110,6 +110,11 @@ class Weights:
         it is not. Raises ConfigError."""
         return self._tensors.float8(name) if name in self.names else None
 
+    def again(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor that was taken before, of ``shape``, with the numbers that are computed with; on the CPU,
+        float32."""
+        return self._tensors.read(name).to(self.dtype).float()
+
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._taken:
             self._taken.add(name)
@@ -226,6 +231,9 @@ class RandomWeights(Weights):
     def take_into(self, part: torch.Tensor, name: str) -> None:
         self._count(name, tuple(part.shape))
         self.fill(name, part)
+
+    def again(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.fill(name, torch.empty(shape, dtype=self.dtype, device=self._device)).cpu().float()
 
     def fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Overwrite an existing tensor, in its own dtype and on its own device, and return it."""
@@ -345,6 +353,15 @@ class StoredMatrix:
         if not self._bias:
             return None
         return self._ordered(self._weights.fused([f"{name}.bias" for name in self.names], self.rows))
+
+    def again(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One of its tensors [rows, width], and its bias or None, once the matrix has been loaded; as they
+        are computed with but for :attr:`order`, on the CPU, float32."""
+        name, rows, width = self.names[index], self.rows[index], self._width
+        shape = (width, rows) if self.transposed else (rows, width)
+        weight = self._weights.again(f"{name}.weight", shape)
+        bias = self._weights.again(f"{name}.bias", (rows,)) if self._bias else None
+        return weight.T if self.transposed else weight, bias
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.order is None else rows[self.order.to(rows.device)]

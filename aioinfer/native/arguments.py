@@ -456,6 +456,7 @@ class LowRankTarget(Arguments):
     start: int
     rows: int
     scale: float
+    rescaling: Address
 
 
 @structure()

@@ -27,7 +27,7 @@ SHAPES = {Q: (12, 8), K: (6, 8)}
 PREFIX = "base_model.model."
 #: fields that change what a layer computes
 REFUSED = (
-    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
+    "use_qalora", "trainable_token_indices", "target_parameters", "ensure_weight_tying",
     "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "megatron_config",
 )  # fmt: skip
 
@@ -114,6 +114,14 @@ def test_a_config_of_an_old_version_has_fewer_fields(tmp_path: Path) -> None:
             for way in ("pissa_niter_16", "loftq")
         ),
         ({"use_something_new": True}, "use_something_new"),
+        ({"use_dora": True}, "use_dora is true, and model.layers.0.self_attn.k_proj has no tensor of it"),
+        ({"lora_bias": True}, "lora_bias is true, and model.layers.0.self_attn.k_proj has no tensor of it"),
+        ({"use_dora": True, "lora_bias": True}, "lora_bias is not supported with use_dora"),
+        ({"use_dora": "yes"}, "use_dora must be true or false, got 'yes'"),
+        ({"lora_bias": 1}, "lora_bias must be true or false, got 1"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save must be names of modules, got 'lm_head'"),
+        ({"modules_to_save": [1]}, "modules_to_save must be names of modules"),
+        ({"modules_to_save": ["lm_head"]}, "there is no tensor of lm_head (modules_to_save)"),
         ({"new_config": {"on": 1}}, "new_config"),
         ({"r": 0}, "r must be a rank, from 1 on, got 0"),
         ({"r": True}, "r must be a rank"),
@@ -162,7 +170,7 @@ def _put(name: str, tensor: torch.Tensor) -> Any:
     [
         (_drop(f"{Q}.lora_B.weight"), "q_proj.lora_A.weight is there, and lora_B of the module is not"),
         (_drop(f"{Q}.lora_A.weight"), "q_proj.lora_B.weight is there, and lora_A of the module is not"),
-        (dict.clear, "has no tensors"),
+        (dict.clear, "has no matrices of an adapter"),
         (_put(f"{Q}.lora_A.other.weight", torch.ones(4, 8)), "is there as"),
         (_put(f"{Q}.lora_B.weight", torch.ones(12, 5)), "(12, 5), the config says rank 4"),
         (_put(f"{Q}.lora_A.weight", torch.ones(0, 8)), "(0, 8), the config says rank 4"),
@@ -170,13 +178,11 @@ def _put(name: str, tensor: torch.Tensor) -> Any:
         (_put(f"{Q}.lora_A.weight", torch.ones(4, 8, dtype=torch.int8)), "holds int8"),
         (_put(f"{Q}.lora_A.weight", torch.full((4, 8), math.inf)), "numbers that are not finite"),
         (_put(f"{Q}.lora_B.weight", torch.full((12, 4), math.nan)), "numbers that are not finite"),
-        (_put(f"{Q}.lora_B.bias", torch.ones(12)), "q_proj.lora_B.bias is a bias"),
+        (_put(f"{Q}.lora_B.bias", torch.ones(12)), "lora_bias is false, and model.layers.0.self_attn.q_proj"),
         (_put(f"{Q}.bias", torch.ones(12)), "q_proj.bias is a bias"),
-        (_put(f"{Q}.lora_magnitude_vector.weight", torch.ones(12)), "a part of DoRA"),
-        (_put("model.embed_tokens.lora_embedding_A", torch.ones(4, 9)), "an adapter of an embedding"),
-        (_put("model.embed_tokens.weight", torch.ones(9, 8)), "an embedding of its own"),
-        (_put("lm_head.modules_to_save.weight", torch.ones(9, 8)), "a layer of its own"),
-        (_put("lm_head.weight", torch.ones(9, 8)), "a head of its own"),
+        (_put(f"{Q}.lora_magnitude_vector.weight", torch.ones(12)), "use_dora is false, and model.layers.0"),
+        (_put("model.embed_tokens.lora_embedding_A", torch.ones(4, 9)), "lora_B of the module is not"),
+        (_put("token_adapter.trainable_tokens_delta", torch.ones(9, 8)), "vectors of tokens"),
         (_put("some\nthing", torch.ones(2)), "some\\nthing' is no name of a tensor"),
         (_put("s" * 500, torch.ones(2)), "is no name of a tensor"),
         (_put("something", torch.ones(2)), "something is no matrix of an adapter"),
@@ -189,6 +195,64 @@ def test_a_tensor_that_is_wrong_is_refused_by_name(tmp_path: Path, change: Any, 
     with pytest.raises(ConfigError) as caught:
         AdapterFiles.read(path)
     assert str(caught.value).startswith("adapter: ")
+    assert said in str(caught.value)
+
+
+NORMS = {f"{name}.lora_magnitude_vector": torch.rand(len(b)) for name, (_, b) in matrices().items()}
+
+
+@pytest.mark.parametrize("end", ["", ".weight", ".default.weight", ".default"])
+def test_magnitudes_have_the_names_of_all_versions(tmp_path: Path, end: str) -> None:
+    further = {f"{name}{end}": norm for name, norm in NORMS.items()}
+    files = AdapterFiles.read(write_adapter(tmp_path, matrices(), further=further, use_dora=True))
+    for found in files.modules.values():
+        assert found.magnitude is not None
+        assert found.magnitude.equal(NORMS[f"{found.name}.lora_magnitude_vector"])
+        assert found.bias is None
+    assert files.bound
+
+
+def test_whole_weights_are_those_of_heads_and_embeddings(tmp_path: Path) -> None:
+    names = ["lm_head.weight", "model.embed_tokens.modules_to_save.default.weight"]
+    further = {name: torch.ones(9, 8) for name in names}
+    path = write_adapter(tmp_path, matrices(), further=further, modules_to_save=["lm_head"])
+    files = AdapterFiles.read(path)
+    assert {key: name for key, (name, _) in files.saved.items()} == {
+        "lm_head": f"{PREFIX}{names[0]}",
+        "embed_tokens": f"{PREFIX}{names[1]}",
+    }
+    retouch(path, _put("lm_head.base_layer.weight", torch.ones(9, 8)))
+    with pytest.raises(ConfigError, match=r"lm_head.weight is there as .*lm_head.base_layer.weight, too"):
+        AdapterFiles.read(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *((_drop(name), "use_dora is true, and model.layers.0.self_attn") for name in NORMS),
+        *(
+            (_put(name, tensor), f"{name} {said}")
+            for name in NORMS
+            for tensor, said in (
+                (torch.ones(5), "is shaped (5,), not ("),
+                (torch.ones(12, 1), "is shaped (12, 1), not ("),
+                (torch.tensor(1.0), "is shaped (), not ("),
+                (torch.ones(0), "is shaped (0,), not ("),
+                (torch.full((12,), math.nan), "has numbers that are not finite"),
+                (torch.ones(12, dtype=torch.int32), "holds int32"),
+            )
+        ),
+        *((_put(f"{name}.default", torch.ones(12)), "is there as") for name in NORMS),
+        (_drop(f"{Q}.lora_A.weight"), "lora_A of the module is not"),
+        (_put("model.norm.lora_magnitude_vector", torch.ones(8)), "lora_A of the module is not"),
+        (_put(f"{Q}.lora_B.bias", torch.ones(12)), "lora_bias is false, and"),
+    ],
+)
+def test_magnitudes_that_are_wrong_are_refused_by_name(tmp_path: Path, change: Any, said: str) -> None:
+    path = write_adapter(tmp_path, matrices(), further=NORMS, use_dora=True)
+    retouch(path, change)
+    with pytest.raises(ConfigError) as caught:
+        AdapterFiles.read(path)
     assert said in str(caught.value)
 
 

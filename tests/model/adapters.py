@@ -60,15 +60,17 @@ def write_adapter(
     *,
     prefix: str = "base_model.model.",
     infix: str = "",
+    further: Mapping[str, torch.Tensor] | None = None,
     **fields: Any,
 ) -> Path:
     """An adapter of modules by name, with A and B of each. ``infix``: in the names of tensors, behind
-    lora_A."""
+    lora_A; ``further``: tensors."""
     path.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, (a, b) in matrices.items():
         tensors[f"{prefix}{name}.lora_A{infix}.weight"] = a.contiguous()
         tensors[f"{prefix}{name}.lora_B{infix}.weight"] = b.contiguous()
+    tensors |= {f"{prefix}{name}": tensor.contiguous() for name, tensor in (further or {}).items()}
     targets = sorted({name.rpartition(".")[2] for name in matrices})
     write_config(path, **{"target_modules": targets, **fields})
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})

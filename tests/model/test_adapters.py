@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.slots import TorchAdapters
-from aioinfer.model.adapters.targets import AdapterTargets
+from aioinfer.model.adapters.targets import HEAD, AdapterTargets
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
 from tests.model.adapters import factors, write_adapter
@@ -63,10 +63,12 @@ def targets_of(model: Any) -> AdapterTargets:
 
 
 def shapes_of(model: Any) -> dict[str, tuple[int, int]]:
-    """The modules of a model that can be adapted."""
+    """The modules of the layers of a model that can be adapted."""
     found = {}
     for layer in targets_of(model).layers:
         for target in layer.targets:
+            if target.name == HEAD:
+                continue
             rows = target.stop - target.start if target.places is None else len(target.places)
             found[target.name] = rows, layer.inputs
     return found

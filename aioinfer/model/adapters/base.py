@@ -35,6 +35,9 @@ class AdapterSlots(Protocol):
         """Have the rows of ``slot`` computed with an adapter. On the launch thread, between two steps; takes
         microseconds."""
 
+    def replace_weights(self) -> None:
+        """The model gets other weights. Raises ConfigError: an adapter was made of those that it has."""
+
     def remove(self, slot: int) -> None:
         """Empty a slot that no row names any more. On the launch thread, between two steps. The memory is
         freed with the last reference to the adapter."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,15 +49,21 @@ def adapt_modules(
     model: Any, adapters: TorchAdapters, calls: Mapping[str, list[int]], expected: list[int]
 ) -> None:
     """Have the modules that were called with ``expected`` rows, see :func:`watch_modules`, compute adapters.
-    Embeddings and heads are not adapted."""
+    So have the head and the embedding their own way."""
     head = model.get_output_embeddings()
+    _adapt_words(model, adapters)
     for name, rows in calls.items():
         module = model.get_submodule(name)
         found = _linear(module)
-        if rows != expected or module is head or found is None:
+        if rows != expected or found is None:
             continue
         inputs, outputs, transposed = found
-        index = adapters.targets.add_module(name, inputs, outputs, transposed=transposed)
+        base = partial(_base, module, transposed)
+        if module is head:
+            adapters.add_head(outputs, inputs, base)
+            module.forward = _adapted_head(module.forward, adapters)
+            continue
+        index = adapters.targets.add_module(name, inputs, outputs, base, transposed=transposed)
         if index is not None:
             module.forward = _adapted(module.forward, adapters, index)
 
@@ -73,6 +80,45 @@ def _linear(module: Any) -> tuple[int, int, bool] | None:
         inputs, outputs = module.weight.shape
         return inputs, outputs, True
     return None
+
+
+def _base(module: Any, transposed: bool, _: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight [outputs, inputs] of a module, and its bias or None; on the CPU, float32."""
+    weight, bias = module.weight.detach().cpu().float(), getattr(module, "bias", None)
+    return weight.T if transposed else weight, None if bias is None else bias.detach().cpu().float()
+
+
+def _adapt_words(model: Any, adapters: TorchAdapters) -> None:
+    """Have the embedding of tokens read the vectors of adapters, if it is torch's."""
+    module = model.get_input_embeddings()
+    if type(module).forward is not torch.nn.Embedding.forward:
+        return  # it scales them, in its own way
+    name = next(name for name, each in model.named_modules() if each is module)
+    adapters.targets.add_words(name, tuple(module.weight.shape), partial(_base, module, False))
+    forward = module.forward
+
+    def adapted(ids: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = forward(ids)
+        batch = adapters.batch
+        words = None if batch is None else adapters.with_words(batch, 1.0)
+        if words is not None:
+            result.view(-1, result.shape[-1])[words.rows] = words.vectors[0]
+        return result
+
+    module.forward = adapted
+
+
+def _adapted_head(
+    forward: Callable[[torch.Tensor], torch.Tensor], adapters: TorchAdapters
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def adapted(values: torch.Tensor) -> torch.Tensor:
+        result, batch = forward(values), adapters.batch
+        if batch is not None:
+            size = values.shape[-1], result.shape[-1]
+            adapters.to_logits(batch, values.reshape(-1, size[0]), result.view(-1, size[1]))
+        return result
+
+    return adapted
 
 
 def _adapted(

@@ -31,6 +31,8 @@ class PackedPart(NamedTuple):
     b: torch.Tensor
     start: int
     scale: float
+    #: [2, count] float32, factors and shifts of the outputs before that is added; None: 1 and 0
+    rescaling: torch.Tensor | None
 
 
 class PackedLayer(NamedTuple):
@@ -40,6 +42,14 @@ class PackedLayer(NamedTuple):
     a: torch.Tensor
     parts: tuple[PackedPart, ...]
 
+    def rescale(self, result: torch.Tensor, where: slice | torch.Tensor) -> None:
+        """Rescale the outputs [T, outputs] of some tokens, in place."""
+        for part in self.parts:
+            if part.rescaling is not None:
+                into = result[:, part.start : part.start + len(part.b)]
+                factor, shift = part.rescaling
+                into[where] = (into[where] * factor + shift).to(into.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
@@ -48,13 +58,25 @@ class PackedAdapter:
     rank: int
     #: layers by their indices
     layers: Mapping[int, PackedLayer]
-    #: all of its memory
+    #: all of its memory, but for that of
     memory: torch.Tensor
+    #: factors and shifts, float32
+    rescaling: torch.Tensor
     fingerprint: str
+    #: it was made of the model's weights, and of no use with others
+    bound: bool
+    #: [vocab_size, hidden], vectors of tokens of its own; None: it has the model's
+    words: torch.Tensor | None
 
     @property
     def num_bytes(self) -> int:
-        return self.memory.nbytes
+        words = 0 if self.words is None else self.words.nbytes
+        return self.memory.nbytes + self.rescaling.nbytes + words
+
+    @property
+    def rescales(self) -> bool:
+        """Whether it changes what layers make without it."""
+        return bool(self.rescaling.numel())
 
     @classmethod
     def pack(
@@ -64,11 +86,16 @@ class PackedAdapter:
         device: torch.device,
         multiple: int = 1,
         fingerprint: str = "",
+        *,
+        rank: int = 0,
+        bound: bool = False,
+        words: torch.Tensor | None = None,
     ) -> PackedAdapter:
         """Copy matrices, see :meth:`~aioinfer.model.adapters.targets.AdapterTargets.match`.
 
         Args:
             multiple: ranks are filled up to multiples of it, with zeros.
+            rank: the largest; that of an adapter without layers.
 
         Raises:
             ConfigError: a number is not finite in ``dtype``.
@@ -76,11 +103,13 @@ class PackedAdapter:
         matrices = list(_matrices(found, dtype, multiple))
         # Each from a multiple of the alignment on.
         padded = [F.pad(each.flatten(), (0, -each.numel() % _ALIGNMENT)) for each in matrices]
-        memory = torch.cat(padded)
+        memory = torch.cat([torch.empty(0, dtype=dtype), *padded])
         if not bool(memory.isfinite().all()):
             name = str(dtype).removeprefix("torch.")
             raise ConfigError(f"adapter: it has numbers that are not finite in {name}, the model's type")
         memory = _on_device(memory, device)
+        rescaling = _on_device(torch.cat([torch.empty(0), *_rescalings(found)]), device)
+        rest = rescaling
         sizes = [len(each) for each in padded]
         views = (
             part[: each.numel()].view(each.shape)
@@ -91,13 +120,23 @@ class PackedAdapter:
             a, first, parts = next(views), 0, []
             for target, part in enumerate(entries):
                 if part is not None:
-                    b = next(views)
+                    b, own = next(views), None
                     stop = first + b.shape[1]
-                    parts.append(PackedPart(target, first, stop, b, part.start, part.scale))
+                    if part.rescaling is not None:
+                        own, rest = rest[: 2 * len(b)].view(2, -1), rest[2 * len(b) :]
+                    parts.append(PackedPart(target, first, stop, b, part.start, part.scale, own))
                     first = stop
             layers[index] = PackedLayer(a, tuple(parts))
-        ranks = [part.rank for entries in found.values() for part in entries if part is not None]
-        return cls(max(ranks), layers, memory, fingerprint)
+        words = None if words is None else _on_device(words.to(dtype), device)
+        return cls(rank, layers, memory, rescaling, fingerprint, bound, words)
+
+
+def _rescalings(found: Mapping[int, list[LowRank | None]]) -> Iterator[torch.Tensor]:
+    """The factors and shifts of all layers in order, flat."""
+    for entries in found.values():
+        for part in entries:
+            if part is not None and part.rescaling is not None:
+                yield part.rescaling.flatten()
 
 
 def _matrices(

@@ -1,7 +1,8 @@
 """TorchAdapters: adapters of linear layers, computed by torch and added to the results of the layers.
 
 The result for the tokens of an adapter gets ``scale * (x @ A.T) @ B.T``: two small matrix products for each
-adapter of a step. Steps without adapters cost a look at a variable for each layer.
+adapter of a step; with DoRA it is rescaled before. Steps without adapters cost a look at a variable for each
+layer.
 """
 
 from __future__ import annotations
@@ -9,21 +10,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.checkpoint.adapter import AdapterFiles
 from aioinfer.model.adapters.base import PreparedAdapter
-from aioinfer.model.adapters.packed import PackedAdapter, PackedLayer
+from aioinfer.model.adapters.packed import PackedAdapter
 from aioinfer.model.adapters.rows import runs
-from aioinfer.model.adapters.targets import AdapterTargets
+from aioinfer.model.adapters.targets import AdapterTargets, Base
+from aioinfer.model.adapters.words import with_words
 from aioinfer.model.batch import Batch
 from aioinfer.model.linear import Linear
+from aioinfer.model.vision.base import Features
 from aioinfer.model.weights import StoredMatrix
 
-__all__ = ["AdaptedLinear", "AdapterStep", "TorchAdapters"]
+__all__ = ["AdaptedLinear", "AdapterStep", "Group", "TorchAdapters"]
 
 
 class AdapterStep(Protocol):
@@ -71,10 +74,38 @@ class TorchAdapters:
         self.targets = AdapterTargets()
         #: step of the running forward; None if no row of it has an adapter
         self.step: AdapterStep | None = None
+        #: and its batch
+        self.batch: Batch | None = None
         self._dtype = dtype
         self._device = device
         self._max_rank = max_rank
         self._slots: dict[int, PackedAdapter] = {}
+        #: index of the layer to logits; None: it is not adapted
+        self.head: int | None = None
+
+    def add_head(self, outputs: int, inputs: int, base: Base) -> None:
+        """The layer to logits can be adapted, see :meth:`to_logits`; but not by all kernels."""
+        self.head = self.targets.add_head(outputs, inputs, base)
+
+    def to_logits(self, batch: Batch, values: torch.Tensor, logits: torch.Tensor) -> None:
+        """Add the summands of the layer to logits to those of ``batch.logits_rows``, from its inputs."""
+        if self.head is None or self.step is None:
+            return
+        assert batch.adapters is not None
+        tokens = len(batch.input_ids)
+        slots = batch.adapters.repeat_interleave(batch.cu_q.diff(), output_size=tokens)[batch.logits_rows]
+        groups = [
+            Group(adapter, (slots == slot).nonzero()[:, 0])
+            for slot in {slot for slot in batch.adapter_slots or () if slot}
+            if self.head in (adapter := self._held(slot)).layers
+        ]
+        _TorchStep(groups).add(self.head, values, logits)
+
+    def with_words(self, batch: Batch, scale: float) -> Features | None:
+        """See :func:`~aioinfer.model.adapters.words.with_words`."""
+        slots = {slot for slot in batch.adapter_slots or () if slot}
+        tables = {slot: words for slot in slots if (words := self._held(slot).words) is not None}
+        return with_words(batch, tables, scale) if tables else batch.features
 
     def linear(self, stored: StoredMatrix, made: Linear) -> Linear:
         """The layer ``made`` of a matrix, with adapters if it can have some."""
@@ -84,30 +115,43 @@ class TorchAdapters:
     def prepare(self, path: Path) -> PackedAdapter:
         files = AdapterFiles.read(path, self.targets.most_bytes(self._max_rank))
         found = self.targets.match(files, self._max_rank)
+        words = self.targets.words(files, self._max_rank)
+        place = self._dtype, self._device, self.rank_multiple
         return PackedAdapter.pack(
-            found, self._dtype, self._device, self.rank_multiple, fingerprint=files.fingerprint
+            found, *place, files.fingerprint, rank=files.rank, bound=files.bound, words=words
         )
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
-        """Raises ValueError: the slot is taken, or none."""
+        """Raises ValueError: the slot is taken, or none; ConfigError: other weights have come meanwhile."""
         assert isinstance(adapter, PackedAdapter), "adapters are prepared by the model that computes them"
         if slot < 1 or slot in self._slots:
             raise ValueError(f"slot {slot} cannot take an adapter")
+        self.targets.bind(slot, adapter)
         self._slots[slot] = adapter
 
     def remove(self, slot: int) -> None:
         self._slots.pop(slot, None)
+        self.targets.release(slot)
+
+    def replace_weights(self) -> None:
+        self.targets.replace_weights()
 
     @contextlib.contextmanager
     def computing(self, batch: Batch) -> Iterator[None]:
         """The forward of a batch with adapters. Raises ValueError if a slot is empty."""
         self.step = self._step(batch)
+        self.batch = None if self.step is None else batch
         try:
             yield
         finally:
-            self.step = None
+            self.step = self.batch = None
 
     def _step(self, batch: Batch) -> AdapterStep | None:
+        groups = self._groups(batch)
+        return _TorchStep(groups) if groups else None
+
+    def _groups(self, batch: Batch) -> list[Group]:
+        """The adapters of a batch. Raises ValueError if a slot is empty."""
         places: dict[int, list[slice]] = {}
         for run in runs(batch.adapter_slots or (), batch.q_lens):
             places.setdefault(run.slot, []).append(slice(run.first, run.stop))
@@ -118,14 +162,16 @@ class TorchAdapters:
             if len(slices) > 1:
                 tokens = [token for each in slices for token in range(each.start, each.stop)]
                 where = torch.tensor(tokens, dtype=torch.int64).to(self._device, non_blocking=True)
-            groups.append((self._held(slot).layers, where))
-        return _TorchStep(groups) if groups else None
+            groups.append(Group(self._held(slot), where))
+        return groups
 
     def _held(self, slot: int) -> PackedAdapter:
         """The adapter of a slot, whose memory stays until the work that is enqueued by now has been done."""
         adapter = self._slots[slot]
         if self._device.type == "cuda":
-            adapter.memory.record_stream(torch.cuda.current_stream(self._device))
+            for memory in (adapter.memory, adapter.rescaling, adapter.words):
+                if memory is not None:
+                    memory.record_stream(torch.cuda.current_stream(self._device))
         return adapter
 
     def _check(self, slots: Mapping[int, Any]) -> None:
@@ -134,22 +180,29 @@ class TorchAdapters:
             raise ValueError(f"slot {empty[0]} has no adapter")
 
 
+class Group(NamedTuple):
+    """An adapter of a step, and its tokens: side by side, or int64 [n]."""
+
+    adapter: PackedAdapter
+    where: slice | torch.Tensor
+
+
 class _TorchStep:
     """The adapters of a step as groups of tokens."""
 
     __slots__ = ("_groups",)
 
-    def __init__(self, groups: list[tuple[Mapping[int, PackedLayer], slice | torch.Tensor]]) -> None:
-        """The layers of each adapter, and its tokens: side by side, or int64 [n]."""
+    def __init__(self, groups: list[Group]) -> None:
         self._groups = groups
 
     def add(self, index: int, values: torch.Tensor, result: torch.Tensor) -> None:
-        for layers, where in self._groups:
-            layer = layers.get(index)
+        for adapter, where in self._groups:
+            layer = adapter.layers.get(index)
             if layer is None:
                 continue
+            layer.rescale(result, where)
             low = F.linear(values[where], layer.a)
-            for _, first, stop, b, start, scale in layer.parts:
+            for _, first, stop, b, start, scale, _ in layer.parts:
                 added = F.linear(low[:, first:stop] * scale, b)
                 into = result[:, start : start + len(b)]
                 if isinstance(where, slice):

@@ -17,6 +17,7 @@ its own adapter, to the bit. No two programs write to the same address.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ import triton.language as tl
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.packed import PackedAdapter
 from aioinfer.model.adapters.rows import blocks, runs
-from aioinfer.model.adapters.slots import AdapterStep, TorchAdapters
+from aioinfer.model.adapters.slots import AdapterStep, Group, TorchAdapters
+from aioinfer.model.adapters.targets import Base
 from aioinfer.model.attention.triton_common import INTERPRETED, rounded
 from aioinfer.model.batch import Batch
 
@@ -193,7 +195,11 @@ class TritonAdapters(TorchAdapters):
                 at = starts[index] + part.target
                 entries[at] = layer.a[part.first].data_ptr(), part.b.data_ptr(), part.stop - part.first
                 scales[at] = part.scale
-        return _TabledAdapter(packed.rank, packed.layers, packed.memory, packed.fingerprint, entries, scales)
+        fields = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
+        return _TabledAdapter(**fields, entries=entries, scales=scales)
+
+    def add_head(self, outputs: int, inputs: int, base: Base) -> None:
+        """Do nothing: no kernel has the tokens of logits in blocks."""
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
         super().install(slot, adapter)
@@ -216,7 +222,9 @@ class TritonAdapters(TorchAdapters):
         block_list = torch.tensor(found, dtype=torch.int32).to(self._device, non_blocking=True)
         if self._tables is None:
             self._tables = self._make_tables()
-        return _TritonStep(self, adapters, block_list, self._tables)
+        rescaling = any(adapter.rescales for adapter in adapters)
+        groups = [each for each in self._groups(batch) if each.adapter.rescales] if rescaling else []
+        return _TritonStep(self, adapters, block_list, self._tables, groups)
 
     def _make_tables(self) -> _Tables:
         """Made anew, not changed: steps that run may read the old ones."""
@@ -237,7 +245,7 @@ class TritonAdapters(TorchAdapters):
 class _TritonStep:
     """The adapters of a step as blocks of tokens."""
 
-    __slots__ = ("_adapters", "_block_list", "_changed", "_ranks", "_tables")
+    __slots__ = ("_adapters", "_block_list", "_changed", "_ranks", "_rescaling", "_tables")
 
     def __init__(
         self,
@@ -245,12 +253,14 @@ class _TritonStep:
         present: Sequence[PackedAdapter],
         block_list: torch.Tensor,
         tables: _Tables,
+        rescaling: Sequence[Group],
     ) -> None:
         """``present``: the adapters that tokens have; ``block_list``: int32 [blocks, 3], the slot of each,
-        its first token, and the end of its tokens."""
+        its first token, and the end of its tokens; ``rescaling``: those of them that rescale results."""
         self._adapters = adapters
         self._block_list = block_list
         self._tables = tables
+        self._rescaling = rescaling
         #: layers that an adapter changes
         self._changed = frozenset().union(*(adapter.layers for adapter in present))
         #: tiles of the largest rank
@@ -259,6 +269,9 @@ class _TritonStep:
     def add(self, index: int, values: torch.Tensor, result: torch.Tensor) -> None:
         if index not in self._changed:
             return
+        for adapter, where in self._rescaling:
+            if (layer := adapter.layers.get(index)) is not None:
+                layer.rescale(result, where)
         at, targets, width = self._adapters.place(index)
         values = values if values.stride(1) == 1 else values.contiguous()
         (tokens, size), outputs = values.shape, result.shape[1]

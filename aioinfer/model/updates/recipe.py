@@ -69,7 +69,10 @@ def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]
         raise ConfigError(f"weights: those of {model.spec.architecture} cannot be replaced")
     copies = Share("update_weights")
     try:
-        return PreparedUpdate(recipe.prepare(model, given, go_on, copies), copies)
+        update = PreparedUpdate(recipe.prepare(model, given, go_on, copies), copies)
+        if model.adapters is not None:
+            model.adapters.replace_weights()
+        return update
     except ConfigError as error:
         raise ConfigError(f"weights: {str(error).removeprefix('model: ')}") from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -7,7 +7,8 @@
 // To shrink is a phase in front of the layer's product, to expand is a part of its store: every panel is read once. The
 // ranks of a fused layer's matrices (queries, keys and values; gates and what they gate) lie side by side, each padded
 // to RANKS; a vector of outputs reads those of its own. All sums are in float and in an order of their own, so that a
-// row's bits depend on nothing but the row.
+// row's bits depend on nothing but the row. Where an adapter rescales outputs (DoRA: Liu et al., arXiv 2402.09353), what
+// W makes is multiplied and shifted before B's is added.
 #pragma once
 
 #include <sys/mman.h>
@@ -74,6 +75,7 @@ class LowRank {
       ranks_ += (target.rank + RANKS - 1) / RANKS * RANKS;
       scales_.resize(ranks_, target.scale);
     }
+    rescale(targets, count, (rows + LANES - 1) / LANES * LANES);
     int64_t size = 0;
     for (int64_t from = 0; from < rows; from += LANES) {
       Range range{ranks_, 0, size};
@@ -142,6 +144,8 @@ class LowRank {
   // the one that is ``ahead`` by so many are needed next.
   void expand(const float* ranks, int64_t vector, int64_t ahead, Floats& sums) const {
     if (vector >= static_cast<int64_t>(ranges_.size())) return;
+    if (!factors_.empty())
+      sums = multiply_add(load<Floats>(&shifts_[vector * LANES]), sums, load<Floats>(&factors_[vector * LANES]));
     const Range& range = ranges_[vector];
     const T* weights = up_ + range.at;
     const float* from = ranks + range.first;
@@ -161,6 +165,21 @@ class LowRank {
   }
 
  private:
+  // The factors and shifts of all outputs, ``padded`` to whole vectors; none if no target has any.
+  void rescale(const LowRankTarget* targets, int64_t count, int64_t padded) {
+    for (int64_t i = 0; i < count; i++) {
+      const LowRankTarget& target = targets[i];
+      if (target.rescaling == nullptr) continue;
+      factors_.resize(padded, 1.0f), shifts_.resize(padded, 0.0f);
+      for (int64_t row = 0; row < target.rows; row++) {
+        const float factor = target.rescaling[row], shift = target.rescaling[target.rows + row];
+        require(std::isfinite(factor) && std::isfinite(shift), "an adapter rescales by numbers that are not finite");
+        factors_[target.start + row] *= factor;
+        shifts_[target.start + row] = shifts_[target.start + row] * factor + shift;
+      }
+    }
+  }
+
   // The ranks that a vector of outputs reads, and where their weights begin.
   struct Range {
     int64_t first, count, at;
@@ -206,6 +225,7 @@ class LowRank {
   const T* up_ = nullptr;      // of each vector, [count][LANES]
   std::vector<Range> ranges_;  // of the vectors of outputs
   std::vector<float> scales_;  // [ranks]
+  std::vector<float> factors_, shifts_;  // of outputs; empty if no target has any
 };
 
 // The layers of a decoder that adapters can change. Beside: of a state space beside attention.
@@ -215,7 +235,8 @@ template <class T>
 struct Adapter {
   using Parts = std::array<std::unique_ptr<LowRank<T>>, ADAPTED_PARTS>;
 
-  explicit Adapter(int64_t layers) : layers(layers) {}
+  // The head is one more layer, with a part of INTO.
+  explicit Adapter(int64_t layers) : layers(layers + 1) {}
 
   const LowRank<T>* part(size_t layer, AdaptedPart part) const { return layers[layer][part].get(); }
 
@@ -235,7 +256,7 @@ class Adapting {
   }
 
   // Throws InvalidArguments if a row's slot is empty. ``slots``: [rows], 0 for none; or null.
-  void begin(const int64_t* slots, const Rows& rows, int64_t tokens) {
+  void begin(const int64_t* slots, const Rows& rows, int64_t tokens, size_t layers) {
     groups_.clear();
     if (slots == nullptr) return;
     of_token_.assign(tokens, nullptr);
@@ -250,23 +271,22 @@ class Adapting {
         chosen_.push_back(token);
       }
     }
-    std::stable_sort(chosen_.begin(), chosen_.end(),
-                     [&](int64_t a, int64_t b) { return std::less<>()(of_token_[a], of_token_[b]); });
-    for (int64_t token : chosen_) {
-      if (groups_.empty() || groups_.back().size == ROWS || groups_.back().adapter != of_token_[token])
-        groups_.push_back({of_token_[token], 0, {}});
-      Group& group = groups_.back();
-      group.tokens[group.size++] = token;
+    group(tokens, 0, layers);
+  }
+
+  // The same of some tokens of a step, [count], for its layer ``last``.
+  void begin(const Adapting& step, const int64_t* tokens, int64_t count, size_t last) {
+    groups_.clear();
+    if (!step.any()) return;
+    of_token_.assign(count, nullptr);
+    chosen_.clear();
+    for (int64_t i = 0; i < count; i++) {
+      const Adapter<T>* adapter = step.of_token_[tokens[i]];
+      if (adapter == nullptr || adapter->part(last, INTO) == nullptr) continue;
+      of_token_[i] = adapter;
+      chosen_.push_back(i);
     }
-    width_ = 0;
-    for (const Group& group : groups_)
-      for (const auto& parts : group.adapter->layers)
-        for (const auto& part : parts)
-          if (part != nullptr) width_ = std::max(width_, part->ranks());
-    grow(ranks_, tokens * width_);
-    const int64_t pairs = groups_.size() * (width_ / RANKS);
-    grow(halves_, pairs * 2 * ROWS * RANKS);
-    if (static_cast<int64_t>(done_.size()) < pairs) done_ = std::vector<std::atomic<uint32_t>>(pairs);
+    group(count, last, last + 1);
   }
 
   bool any() const { return !groups_.empty(); }
@@ -320,6 +340,27 @@ class Adapting {
     int size;
     std::array<int64_t, ROWS> tokens;
   };
+
+  // Tokens of one adapter in groups, and memory for the ranks of the layers [first, last).
+  void group(int64_t tokens, size_t first, size_t last) {
+    std::stable_sort(chosen_.begin(), chosen_.end(),
+                     [&](int64_t a, int64_t b) { return std::less<>()(of_token_[a], of_token_[b]); });
+    for (int64_t token : chosen_) {
+      if (groups_.empty() || groups_.back().size == ROWS || groups_.back().adapter != of_token_[token])
+        groups_.push_back({of_token_[token], 0, {}});
+      Group& group = groups_.back();
+      group.tokens[group.size++] = token;
+    }
+    width_ = 0;
+    for (const Group& group : groups_)
+      for (size_t layer = first; layer < last; layer++)
+        for (const auto& part : group.adapter->layers[layer])
+          if (part != nullptr) width_ = std::max(width_, part->ranks());
+    grow(ranks_, tokens * width_);
+    const int64_t pairs = groups_.size() * (width_ / RANKS);
+    grow(halves_, pairs * 2 * ROWS * RANKS);
+    if (static_cast<int64_t>(done_.size()) < pairs) done_ = std::vector<std::atomic<uint32_t>>(pairs);
+  }
 
   // Half of the sums of a panel for the rows of a group.
   void sum(const LowRank<T>& low, const Group& group, int64_t panel, int64_t pair, int which, const Inputs<T>& inputs) {

@@ -223,8 +223,9 @@ class Decoder {
   PerLayerInputs<T>& per_layer() { return per_layer_; }
   int64_t num_layers() const { return layers_.size(); }
 
-  // The layer that an adapter changes; null if it has none that can be adapted.
+  // The layer that an adapter changes, the head behind the last one; null if it has none that can be adapted.
   const Linear<T>* adapted(int64_t index, AdaptedPart part) const {
+    if (index == num_layers()) return part == INTO ? head_ : nullptr;
     const Layer<T>& layer = layers_[index];
     const bool dense = layer.experts == nullptr || layer.dual.any();
     if (part == GATE_UP) return dense ? layer.gate_up : nullptr;
@@ -246,14 +247,15 @@ class Decoder {
 
   // Between two steps; the adapter is kept.
   void set_adapter(int64_t slot, const Adapter<T>* adapter) {
-    require(adapter == nullptr || adapter->layers.size() == layers_.size(), "an adapter of another decoder");
+    require(adapter == nullptr || adapter->layers.size() == layers_.size() + 1, "an adapter of another decoder");
     adapting_.set(slot, adapter);
   }
 
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
   void forward(ThreadPool& pool, const StepInput<T>& step, double* seconds) {
     check(step);
-    adapting_.begin(step.adapters, step.attention.rows, step.attention.tokens);
+    adapting_.begin(step.adapters, step.attention.rows, step.attention.tokens, layers_.size());
+    adapting_head_.begin(adapting_, step.logits_rows, step.num_logits, layers_.size());
     reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
     pool.run_model([&](Worker& worker) {
@@ -580,14 +582,16 @@ class Decoder {
     const int64_t vocabulary = head_->outputs;
     const Inputs<T> normed = norm_rows(worker, norm_, *head_, step.num_logits, step.logits_rows);
     watch.add(REST);
-    multiply(worker, normed, *head_, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+    adapting_head_.shrink(worker, layers_.size(), INTO, normed);
+    auto put = [&](const Place& place, int64_t panel, Floats one, Floats other) {
       one *= logit_scale_, other *= logit_scale_;
       if (logit_cap_ != 0) {
         one = logit_cap_ * hyperbolic_tangent(one / logit_cap_);
         other = logit_cap_ * hyperbolic_tangent(other / logit_cap_);
       }
       put_pair(step.logits + place.row * vocabulary, panel, vocabulary, one, other);
-    });
+    };
+    multiply(worker, normed, *head_, adapting_head_.expanding(layers_.size(), INTO, *head_, put));
     watch.add(LINEAR);
   }
 
@@ -715,7 +719,7 @@ class Decoder {
   Routing<T> routing_;
   Mixing<T> mixing_;
   PerLayerInputs<T> per_layer_;
-  Adapting<T> adapting_;
+  Adapting<T> adapting_, adapting_head_;  // of all tokens, and of the rows of logits
 };
 
 }  // namespace aioinfer

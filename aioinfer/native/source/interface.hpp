@@ -410,7 +410,7 @@ struct ForwardArguments {
 
 // -- adapters -------------------------------------------------------------------------------------------------------
 
-// What is added to some outputs of a layer: scale * b (a x).
+// What is added to some outputs of a layer, scale * b (a x), once they were multiplied and shifted.
 struct LowRankTarget {
   const void* a;  // [rank, inner]
   const void* b;  // [rows, rank]
@@ -418,12 +418,13 @@ struct LowRankTarget {
   int64_t rank;
   int64_t start, rows;  // which of the layer's outputs it is added to
   float scale;
+  const float* rescaling;  // [2, rows] factors of these outputs, and shifts; or null
 };
 
 // The summands of one linear layer.
 struct AdaptedLayer {
-  int64_t layer;
-  int64_t part;  // see adapters.hpp
+  int64_t layer;  // behind the last one is the head
+  int64_t part;   // see adapters.hpp
   const LowRankTarget* targets;  // [count]
   int64_t count;
 };

@@ -93,7 +93,7 @@ inline std::string layout() {
                     state_pools, num_states, num_cells, read, write, replays, kept, stash_pools, num_stashes,
                     num_drafts, logits_rows, logits, adapters, num_hidden, hidden_rows, hidden, seconds,
                     num_features, feature_rows, features, num_deep, cos, sin)
-  AIOINFER_PLAIN(LowRankTarget, a, b, a_is_bfloat16, b_is_bfloat16, rank, start, rows, scale)
+  AIOINFER_PLAIN(LowRankTarget, a, b, a_is_bfloat16, b_is_bfloat16, rank, start, rows, scale, rescaling)
   AIOINFER_PLAIN(AdaptedLayer, layer, part, targets, count)
   AIOINFER_TEMPLATE(AdaptArguments, decoder, adapter, layers, count)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,

@@ -387,7 +387,7 @@ void NAMED(free_adapter)(void* adapter) { delete static_cast<Adapter<T>*>(adapte
 bool NAMED(adapt)(const AdaptArguments<T>* a) {
   return guarded(false, [&] {
     for (const AdaptedLayer* layer = a->layers; layer < a->layers + a->count; layer++) {
-      require_below("layer", &layer->layer, 1, a->decoder->num_layers());
+      require_below("layer", &layer->layer, 1, a->decoder->num_layers() + 1);
       require_below("part", &layer->part, 1, ADAPTED_PARTS);
       const Linear<T>* linear = a->decoder->adapted(layer->layer, static_cast<AdaptedPart>(layer->part));
       require(linear != nullptr, "this part of the layer cannot be adapted");
