@@ -10,9 +10,9 @@ from aioinfer.native.structures import Address, Arguments, structure
 
 __all__ = [
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
-    "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments", "LatentAttentionArguments",
-    "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments", "MappedWeightsArguments",
-    "MixArguments", "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments",
+    "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments",
+    "LatentAttentionArguments", "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments",
+    "MappedWeightsArguments", "MixArguments", "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments",
     "RepackArguments", "RouteArguments", "RouterArguments", "SelfAttentionArguments", "ShortConvArguments",
     "WeightsArguments",
 ]  # fmt: skip

@@ -168,7 +168,7 @@ def _block_forward(rows: _Rows, layout: Layout, unit: int) -> DraftForward:
         first += len(known)
     drawing = [np.concatenate(column) if column else _NONE for column in columns]
     placed = rows.placed(layout, ids)
-    return DraftForward(*placed, np.asarray(own, np.int64), rows.own, *drawing, read=_NONE, write=_NONE)
+    return DraftForward(*placed, np.asarray(own, np.int64), rows.own, *drawing, _NONE, _NONE)
 
 
 class DraftModel:

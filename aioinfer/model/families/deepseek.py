@@ -78,7 +78,7 @@ class DeepSeek(Family):
         return [*inner_sizes(config), *parts, rank, rank // 2, value_dim, value_dim // 2]
 
     def unread(self, config: Any, name: str) -> bool:
-        # Layers behind the last one predict further tokens; GGUF files have names of their own for some parts.
+        # Layers behind the last one predict further tokens; GGUF has names of its own for some parts.
         found, first = _LAYER.match(name), config.num_hidden_layers
         count = getattr(config, "num_nextn_predict_layers", None) or 0
         return ".nextn." in name or (found is not None and first <= int(found[1]) < first + count)
