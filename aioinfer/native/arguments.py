@@ -12,8 +12,8 @@ __all__ = [
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
     "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments",
     "LatentAttentionArguments", "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments",
-    "MappedWeightsArguments", "MixArguments", "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments",
-    "RepackArguments", "RouteArguments", "RouterArguments", "SelfAttentionArguments", "ShortConvArguments",
+    "MappedWeightsArguments", "MixArguments", "PerLayerArguments", "PerLayerInputsArguments",
+    "QuantisedWeightsArguments", "RepackArguments", "RouteArguments", "RouterArguments", "SelfAttentionArguments", "ShortConvArguments",
     "WeightsArguments",
 ]  # fmt: skip
 

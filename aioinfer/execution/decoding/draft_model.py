@@ -166,8 +166,8 @@ def _block_forward(rows: _Rows, layout: Layout, unit: int) -> DraftForward:
             known += [0, *[MASKED] * (stop - start - 1)]
         ids.append(known)
         first += len(known)
-    drawing = [np.concatenate(column) if column else _NONE for column in columns]
-    placed = rows.placed(layout, ids)
+    logits, positions, sampling, into = (np.concatenate(each) if each else _NONE for each in columns)
+    placed, drawing = rows.placed(layout, ids), (logits, positions, sampling, into)
     return DraftForward(*placed, np.asarray(own, np.int64), rows.own, *drawing, _NONE, _NONE)
 
 
