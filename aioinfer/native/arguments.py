@@ -13,8 +13,8 @@ __all__ = [
     "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments",
     "LatentAttentionArguments", "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments",
     "MappedWeightsArguments", "MixArguments", "PerLayerArguments", "PerLayerInputsArguments",
-    "QuantisedWeightsArguments", "RepackArguments", "RouteArguments", "RouterArguments", "SelfAttentionArguments", "ShortConvArguments",
-    "WeightsArguments",
+    "QuantisedWeightsArguments", "RepackArguments", "RouteArguments", "RouterArguments",
+    "SelfAttentionArguments", "ShortConvArguments", "WeightsArguments",
 ]  # fmt: skip
 
 
