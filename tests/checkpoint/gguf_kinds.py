@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.checkpoint.gguf_state_spaces import STATE_SPACES
+
 __all__ = ["KINDS", "Kind"]
 
 _Tensors = dict[str, torch.Tensor]
@@ -182,4 +184,5 @@ KINDS = {
     "gemma4": Kind(_gemma4, _gemma4_tensors),
     **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), Kind(_delta_rule, _delta_rule_tensors)),
     **dict.fromkeys(("lfm2", "lfm2moe"), Kind(_lfm2, _lfm2_tensors)),
+    **{name: Kind(*parts) for name, parts in STATE_SPACES.items()},
 }

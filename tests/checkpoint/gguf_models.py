@@ -21,11 +21,12 @@ __all__ = ["EVERY", "MORE", "make_family", "write_file", "write_gguf"]
 EVERY = [
     "llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3", "smollm3-interval", "olmo2",
     "olmo3-yarn", "glm4", "phi3", "gpt2", "gpt-oss", "gemma4-shared", "qwen3.5", "lfm2-moe-unscaled",
+    "granite-hybrid-moe-still", "falcon-h1", "nemotron-h",
 ]  # fmt: skip
 #: further variants of them
 MORE = [
     "mixtral", "mistral3", "gemma4-keys", "gemma4-experts", "gemma4-odd", "qwen3.5-equal", "qwen3.5-moe",
-    "qwen3-next-experts", "lfm2",
+    "qwen3-next-experts", "lfm2", "granite-hybrid-equal", "granite-hybrid-moe", "nemotron-h-experts",
 ]  # fmt: skip
 
 _SAME = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "phi3", "gpt2")
@@ -44,6 +45,9 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h",
 }
 #: ends of names of matrices that the converter transposes
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -57,6 +61,14 @@ _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next-experts": ("Qwen3Next",
         {**RECURRENT["qwen3-next"][1], "mlp_only_layers": [], "norm_topk_prob": True}),
     "lfm2-moe-unscaled": ("Lfm2Moe", {**RECURRENT["lfm2-moe"][1], "routed_scaling_factor": 1.0}),
+    # What the converter writes of these: one inner size, and parts with experts alone.
+    "granite-hybrid-equal": ("GraniteMoeHybrid",
+        {**RECURRENT["granite-hybrid"][1], "intermediate_size": 96}),
+    "granite-hybrid-moe-still": ("GraniteMoeHybrid",
+        {**RECURRENT["granite-hybrid-moe"][1], "position_embedding_type": None}),
+    "nemotron-h-experts": ("NemotronH",
+        {**RECURRENT["nemotron-h-moe"][1], "layers_block_type":
+        ["linear_attention", "moe", "full_attention", "moe", "linear_attention"]}),
     "gpt2-inner": ("GPT2", {
         "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "bos_token_id": None,
         "tie_word_embeddings": False,
@@ -73,7 +85,7 @@ _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 #: those whose rows of queries and keys llama.cpp's converter reorders, and whose norms it adds 1 to
-_NEIGHBOURS = {"llama", "smollm3", "mistral3"}
+_NEIGHBOURS = {"llama", "smollm3", "mistral3", "granitehybrid"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 #: every how many layers one has no window
 _PERIODS = {"gemma2": 2, "gemma3": 6}
@@ -101,7 +113,14 @@ def write_gguf(
     that the converter can join; ``architecture``: if it is not that of the config's model type.
     """
     config = json.loads((folder / "config.json").read_text())
+    # Nemotron-H states neither of these.
+    config = {
+        "num_hidden_layers": len(config.get("layers_block_type", ())),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        **config,
+    }
     architecture = architecture or _ARCHITECTURES[config["model_type"]]
+    architecture += "_moe" if "moe" in config.get("layers_block_type", ()) else ""
     writer: Any = gguf.GGUFWriter(str(target), architecture)
     if architecture == "gpt2":
         _add_gpt2(writer, config)
@@ -136,7 +155,8 @@ def _add_sizes(writer: Any, config: dict[str, Any], architecture: str) -> None:
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
+    if eps := config.get("rms_norm_eps") or config.get("norm_eps"):
+        writer.add_layer_norm_rms_eps(eps)
     if architecture not in ("olmo2", "phi3", "gemma4"):
         writer.add_key_length(size)
         writer.add_value_length(size)

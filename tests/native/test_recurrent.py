@@ -81,8 +81,14 @@ def test_the_spec_says_what_a_cell_holds(checkpoint: Checkpoint, kind: str) -> N
     spec = load_model(path, LoadOptions(dtype="bfloat16", device=CPU, kernels="sdpa")).spec
     config = oracle.config
     layers = [layer != "full_attention" for layer in config.layer_types].count(True)
-    assert len(spec.kv_layers) == config.num_hidden_layers - layers
-    if kind == "lfm2":
+    beside = layers if kind == "falcon-h1" else 0
+    assert len(spec.kv_layers) == config.num_hidden_layers - layers + beside
+    if beside:
+        conv, state = spec.states[:2]
+        assert (conv.shape, conv.dtype) == ((3, 8 * 16 + 2 * 2 * 32), torch.bfloat16)
+        assert (state.shape, state.dtype) == ((8, 32, 16), torch.float32)
+        assert len(spec.states) == 2 * layers
+    elif kind == "lfm2":
         assert spec.state_bytes == layers * (config.conv_L_cache - 1) * config.hidden_size * 2
     else:
         conv, state = spec.states[:2]
