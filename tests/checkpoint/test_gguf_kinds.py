@@ -67,6 +67,23 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "expert_count": 5, "expert_used_count": 9, "expert_feed_forward_length": 48, "block_count": 3,
         "attention.sliding_window": 5, "attention.head_count": 8, "feed_forward_length": 64,
     },
+    "granite-hybrid-moe-still": {
+        "ssm.conv_kernel": 3, "ssm.state_size": 16, "ssm.group_count": 3, "ssm.time_step_rank": 7,
+        "ssm.inner_size": 96, "attention.head_count_kv": [0, 0, 2, 0], "expert_count": 5,
+        "expert_used_count": 9, "expert_shared_feed_forward_length": 64, "block_count": 3,
+        "attention.head_count": 8, "feed_forward_length": 48,
+    },
+    "falcon-h1": {
+        "ssm.conv_kernel": 9, "ssm.state_size": 16, "ssm.group_count": 1, "ssm.time_step_rank": 0,
+        "ssm.inner_size": 256, "attention.head_count_kv": 3, "attention.key_length": 32, "block_count": 5,
+        "feed_forward_length": 48, "embedding_length": 32,
+    },
+    "nemotron-h": {
+        "ssm.conv_kernel": 1, "ssm.state_size": 48, "ssm.group_count": 4, "ssm.time_step_rank": 16,
+        "ssm.inner_size": 100, "attention.head_count_kv": [0, 0, 2, 0, 0, 0], "block_count": 7,
+        "feed_forward_length": [96, 96, 0, 0, 96, 0], "attention.head_count": 2,
+        "attention.layer_norm_rms_epsilon": -1.0,
+    },
     "mixtral": {
         "expert_count": 3, "expert_used_count": 5, "feed_forward_length": 64, "attention.head_count": 8,
         "attention.head_count_kv": 1,
