@@ -20,18 +20,20 @@ _LARGEST = 2**31 - 1
 #: integers from 1 on
 _SIZES = frozenset(
     {
-        *("block_ff_dim", "block_multiple_of", "conv_L_cache", "ffn_dim", "global_head_dim", "head_dim"),
-        *("hidden_size", "intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
-        *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
-        *("n_embd", "n_head", "n_inner", "no_rope_layer_interval", "num_attention_heads"),
-        *("num_global_key_value_heads", "num_key_value_heads", "vocab_size", "vocab_size_per_layer_input"),
+        *("block_ff_dim", "block_multiple_of", "conv_L_cache", "conv_kernel", "ffn_dim", "global_head_dim"),
+        *("head_dim", "hidden_size", "intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "mamba_d_conv"),
+        *("mamba_d_ssm", "mamba_d_state", "mamba_expand", "mamba_head_dim", "mamba_n_groups"),
+        *("mamba_n_heads", "mamba_num_heads", "n_embd", "n_groups", "n_head", "n_inner"),
+        *("no_rope_layer_interval", "num_attention_heads", "num_global_key_value_heads"),
+        *("num_key_value_heads", "ssm_state_size", "vocab_size", "vocab_size_per_layer_input"),
     }
 )
 #: as well, of models with experts
 _EXPERTS = frozenset(
     {
-        *("moe_intermediate_size", "moe_layer_interval", "n_group", "num_experts_per_tok"),
-        *("top_k_experts", "topk_group"),
+        *("moe_intermediate_size", "moe_layer_interval", "moe_shared_expert_intermediate_size", "n_group"),
+        *("num_experts_per_tok", "top_k_experts", "topk_group"),
     }
 )
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -54,12 +56,14 @@ _COUNTS = frozenset(
 #: finite numbers above 0
 _NUMBERS = frozenset(
     {
-        *("alpha", "attention_multiplier", "attn_logit_softcapping", "beta_fast", "beta_slow"),
-        *("block_ffn_dim_multiplier", "embedding_multiplier", "factor", "final_logit_softcapping"),
-        *("high_freq_factor", "layer_norm_eps", "layer_norm_epsilon", "llama_4_scaling_beta", "logit_scale"),
-        *("logits_scaling", "low_freq_factor", "norm_eps", "norm_epsilon", "partial_rotary_factor"),
-        *("query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps", "rope_local_base_freq"),
-        *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor"),
+        *("alpha", "attention_in_multiplier", "attention_multiplier", "attention_out_multiplier"),
+        *("attn_logit_softcapping", "beta_fast", "beta_slow", "block_ffn_dim_multiplier"),
+        *("embedding_multiplier", "factor", "final_logit_softcapping", "high_freq_factor", "key_multiplier"),
+        *("layer_norm_eps", "layer_norm_epsilon", "llama_4_scaling_beta", "lm_head_multiplier"),
+        *("logit_scale", "logits_scaling", "low_freq_factor", "norm_eps", "norm_epsilon"),
+        *("partial_rotary_factor", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps"),
+        *("rope_local_base_freq", "rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor"),
+        *("ssm_in_multiplier", "ssm_out_multiplier"),
     }
 )
 #: a model type, and its field that may be a list with one number for each layer

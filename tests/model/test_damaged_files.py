@@ -80,7 +80,20 @@ def changed(value: Any, path: tuple[str, ...], new: Any) -> Any:
 
 @rest(SECONDS)
 @pytest.mark.parametrize(
-    "name", grid(["qwen3", "gemma4-shared"], ["qwen3-moe", "gpt2", "gemma3", "persimmon", "llada2"])
+    "name",
+    grid(
+        ["qwen3", "gemma4-shared"],
+        [
+            "qwen3-moe",
+            "gpt2",
+            "gemma3",
+            "persimmon",
+            "llada2",
+            "granite-hybrid-moe",
+            "falcon-h1",
+            "nemotron-h",
+        ],
+    ),
 )
 def test_a_field_that_makes_no_sense_is_a_config_error(
     name: str, checkpoint: Callable[[str], Path], tmp_path: Path

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, shown
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.families.base import Source, factor, head_dim, kv_heads, own
@@ -206,12 +206,14 @@ class FalconH1(Bamba):
             return "biases in front of factors"
         if config.mamba_rms_norm and config.mamba_norm_before_gate:
             return "a norm in front of the gates of its state spaces"
-        types = ("mlp_multipliers", 2), ("ssm_multipliers", 5)
-        for name, count in types:
-            if len(getattr(config, name)) != count:
-                raise ConfigError(f"model: {name} of the config has {len(getattr(config, name))} entries")
-        if not all(getattr(config, name)[0] for name, _ in types):
-            raise ConfigError("model: a factor of the config is 0")
+        for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
+            factors = getattr(config, name)
+            numbers = all(type(each) in (int, float) and 0 < each < math.inf for each in factors)
+            if not (numbers and len(factors) == count):
+                found = shown(factors)
+                raise ConfigError(
+                    f"model: {name} of the config must be {count} positive numbers, got {found}"
+                )
         return unsupported_steps(config, self._heads(config), config.mamba_d_conv) or (
             LlamaLike.unsupported_reason(self, config)
         )
