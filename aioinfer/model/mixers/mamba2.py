@@ -106,8 +106,7 @@ class Mamba2:
         steps = F.softplus(steps * self.step_scale + self.bias)
         tokens = _Tokens(x * steps[..., None], b, c, (-self.rate * steps).exp())
         result = torch.addcmul(self._apply(tokens, states, batch), x, self.skip[:, None])
-        result = states.own(result, batch).to(normed.dtype)
-        gated = result.flatten(1).float() * F.silu(gates.float() * self.gate_scale)
+        gated = states.own(result, batch).flatten(1) * F.silu(gates.float() * self.gate_scale)
         if self.norm is not None:
             groups = gated.unflatten(1, (heads.groups, -1))
             gated = torch.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(1) * self.norm
