@@ -5,6 +5,7 @@
     python -m bench cpu --peers aioinfer --rounds 1 --set aioinfer.overlap_steps=0
     python -m bench cpu --precision int4            weights of 4 bits, of each engine that has them
     python -m bench cpu --accuracy                  weights of 8 and 4 bits beside bfloat16 and float32
+    python -m bench cpu --latents                   attention over latents beside the roofs of this machine
 
 Every engine computes the same random prompts (never the same twice, no prefix caches) with the same number
 of threads and the same KV budget, greedily, whatever the end token is. A cell is run twice a round, for 1
@@ -31,6 +32,7 @@ from aioinfer.checkpoint.files import open_checkpoint
 from bench.command import BadOptions
 from bench.cpu.accuracy import measure_accuracy, measure_perplexity
 from bench.cpu.contest import Cell, Contest, Contestant, Limits, tell
+from bench.cpu.latents import measure_latents
 from bench.gpu.shapes import SHAPES
 from bench.peers.checkpoint import find_model, prepared
 from bench.peers.install import add_place, installed
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accuracy", action="store_true", help="what rounded weights cost the bundled model, or --model"
     )
+    parser.add_argument("--latents", action="store_true", help="attention over latents alone")
     parser.add_argument(
         "--requests", type=int, default=48, help="with --accuracy, questions per task, or windows of text"
     )
@@ -80,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, report: Report) -> None:
     """Measure engines, or with ``--accuracy`` rounded weights."""
     own = own_settings(options.set)
+    if options.latents:
+        measure_latents(options.rounds, options.threads, report)
+        return
     if options.accuracy and options.model in SHAPES:
         measure_accuracy(options.requests, report)
         return

@@ -115,7 +115,7 @@ class Context {
   AIOINFER_INLINE const uint32_t* values(const uint32_t* tile, const uint32_t* next, void* scratch) const {
     if (kv_.latent == 0) return tile + kv_.half() / KVPool<T>::PER_UNIT;
     uint32_t* made = static_cast<uint32_t*>(scratch);
-    values_of_latents<T>(tile, next, kv_.latent, made);
+    values_of_latents<T>(tile, next, kv_.head_dim, kv_.latent, made);
     return made;
   }
 

@@ -65,9 +65,9 @@ AIOINFER_INLINE Ints exchanged(Ints units, std::integer_sequence<int, I...>) {
 }  // namespace latents
 
 // The values [units of positions, size] of the latents of a tile; 0 of those that are not known, whose keys are NaN.
-// ``next``: latents of which the same elements are prefetched. ``size`` is a multiple of 2 * SUM_LANES.
+// ``next``: a tile, which is prefetched, of keys of ``width`` elements. ``size`` is a multiple of 2 * SUM_LANES.
 template <class T>
-void values_of_latents(const uint32_t* keys, const uint32_t* next, int64_t size, uint32_t* values) {
+void values_of_latents(const uint32_t* keys, const uint32_t* next, int64_t width, int64_t size, uint32_t* values) {
   constexpr int PER_UNIT = Number<T>::PER_UNIT;
   // Elements of a vector that is transposed: units, or pairs of them.
   constexpr int COUNT = LANES / PER_UNIT;
@@ -79,6 +79,8 @@ void values_of_latents(const uint32_t* keys, const uint32_t* next, int64_t size,
     const Floats first = cast<Floats>(load<Ints>(keys + g * LANES) << (PER_UNIT == 1 ? 0 : 16));
     known[g] = first == first;
   }
+  for (int64_t unit = size / PER_UNIT; unit < width / PER_UNIT; unit++)
+    for (int g = 0; g < TILE / LANES; g++) __builtin_prefetch(next + unit * TILE + g * LANES, 0, 2);
   for (int64_t unit = 0; unit < size / PER_UNIT; unit += COUNT)
     for (int g = 0; g < TILE / LANES; g++) {
       Row rows[COUNT];
