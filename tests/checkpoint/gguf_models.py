@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.gguf_kinds import KINDS
+from tests.checkpoint import gguf_further
+from tests.checkpoint.gguf_kinds import KINDS as OWN_KINDS
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_model
 
 __all__ = ["EVERY", "MORE", "make_family", "write_file", "write_gguf"]
@@ -27,7 +28,9 @@ EVERY = [
 MORE = [
     "mixtral", "mistral3", "gemma4-keys", "gemma4-experts", "gemma4-odd", "qwen3.5-equal", "qwen3.5-moe",
     "qwen3-next-experts", "lfm2", "granite-hybrid-equal", "granite-hybrid-moe", "nemotron-h-experts",
+    *gguf_further.FAMILIES,
 ]  # fmt: skip
+KINDS = {**OWN_KINDS, **gguf_further.KINDS}
 
 _SAME = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "phi3", "gpt2")
 _ARCHITECTURES = {
@@ -48,6 +51,7 @@ _ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h",
+    **gguf_further.ARCHITECTURES,
 }
 #: ends of names of matrices that the converter transposes
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -85,7 +89,7 @@ _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 #: those whose rows of queries and keys llama.cpp's converter reorders, and whose norms it adds 1 to
-_NEIGHBOURS = {"llama", "smollm3", "mistral3", "granitehybrid"}
+_NEIGHBOURS = {"llama", "smollm3", "mistral3", "granitehybrid", *gguf_further.NEIGHBOURS}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 #: every how many layers one has no window
 _PERIODS = {"gemma2": 2, "gemma3": 6}
@@ -93,7 +97,7 @@ _PERIODS = {"gemma2": 2, "gemma3": 6}
 
 def make_family(name: str, path: Path, **changes: Any) -> Any:
     """Write a random checkpoint of a family, with a config that is changed so; returns the model."""
-    prefix, stated = {**FAMILIES, **RECURRENT, **_FURTHER}[name]
+    prefix, stated = {**FAMILIES, **RECURRENT, **_FURTHER, **gguf_further.FAMILIES}[name]
     return make_model(prefix, {**stated, **changes}, path, seed=sum(map(ord, name)))
 
 
@@ -112,7 +116,7 @@ def write_gguf(
     ``more``: numbers, texts and lists of the metadata; ``further``: tensors; ``fused``: tensors are joined
     that the converter can join; ``architecture``: if it is not that of the config's model type.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = gguf_further.usual_names(json.loads((folder / "config.json").read_text()))
     # Nemotron-H states neither of these.
     config = {
         "num_hidden_layers": len(config.get("layers_block_type", ())),
@@ -242,7 +246,7 @@ def _placed(tensors: dict[str, torch.Tensor], config: dict[str, Any], architectu
         values = tensor.float().numpy()
         known = (names.get_name(each, (".weight", ".bias")) for each in (name, name.removeprefix("model.")))
         place = next(filter(None, known), name)
-        if name.endswith(_TRANSPOSED):
+        if architecture == "gpt2" and name.endswith(_TRANSPOSED):
             values = values.T
         if architecture in _PLUS_ONE and name.endswith("norm.weight"):
             values = values + 1
