@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ from aioinfer.model.attention.pool import pool_zeros
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-    from aioinfer.model.batch import Batch
 
 __all__ = ["RowStates", "StatePool", "StateShape"]
 
@@ -87,6 +85,14 @@ class StatePool:
         ]
 
 
+class _Batch(Protocol):
+    """Of a :class:`~aioinfer.model.batch.Batch`, which has these states."""
+
+    input_ids: torch.Tensor
+    q_lens: list[int]
+    num_decodes: int
+
+
 @dataclass(slots=True)
 class RowStates:
     """The cells of the rows of a step."""
@@ -105,7 +111,7 @@ class RowStates:
     kept: npt.NDArray[np.int64] | None = None
     _places: _Places | None = field(default=None, init=False)
 
-    def lengths(self, batch: Batch) -> tuple[int, list[tuple[int, int]]]:
+    def lengths(self, batch: _Batch) -> tuple[int, list[tuple[int, int]]]:
         """The number of rows at the beginning that go through one token, and of each other row the number of
         positions that it goes through and of those that its state includes."""
         q_lens, decodes = batch.q_lens, batch.num_decodes
@@ -118,7 +124,7 @@ class RowStates:
             zip((again + q_lens[decodes:]).tolist(), (again + self.kept[decodes:]).tolist(), strict=True)
         )
 
-    def extend(self, index: int, inputs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def extend(self, index: int, inputs: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """What the tokens of the step bring to a layer, [T, n] for the tensor ``index`` of its state, to the
         same of all positions that the rows go through, [T + replays, n]. Stashes that of drafts."""
         if self.replays is None:
@@ -130,11 +136,11 @@ class RowStates:
         stash[places.into] = inputs[places.drafts]
         return extended
 
-    def own(self, results: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def own(self, results: torch.Tensor, batch: _Batch) -> torch.Tensor:
         """Of results of all positions that the rows go through, those of the step's tokens."""
         return results if self.replays is None else results[self._places_of(batch).own]
 
-    def _places_of(self, batch: Batch) -> _Places:
+    def _places_of(self, batch: _Batch) -> _Places:
         if self._places is None:
             assert self.slots is not None
             assert self.replays is not None
