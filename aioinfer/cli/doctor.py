@@ -168,7 +168,29 @@ def _plan(config: EngineConfig) -> list[Finding]:
         *instructions,
         Finding("decode graphs", _captured(config, model, device, attention.name, backend)),
         Finding("launching", f"{config.launch_mode}, overlap_steps {window}"),
+        *_speculation(config, model, device),
     ]
+
+
+def _speculation(config: EngineConfig, model: ModelInfo, device: torch.device) -> list[Finding]:
+    """What drafts tokens, and which draft head the checkpoint has. Raises ConfigError."""
+    from aioinfer.checkpoint.locate import locate
+    from aioinfer.model.draft_heads.loading import head_kind, no_head, no_mtp
+
+    chosen = config.speculation
+    if model.blocks is not None or chosen in ("off", "lookup"):
+        return [] if model.blocks is not None else [Finding("speculation", f"{chosen} (asked for)")]
+    reason = no_head(model.opened, device.type == "cpu")
+    if chosen == "auto":
+        reason = no_mtp(config.model_path) or reason
+        told = (
+            f"lookup ({reason})" if reason else "the MTP layer of the checkpoint and lookup, where they pay"
+        )
+        return [Finding("speculation", told)]
+    kind = head_kind(locate(chosen))
+    if kind and reason:
+        raise ConfigError(f"speculation: no {kind} head can draft: {reason}")
+    return [Finding("speculation", f"{kind or 'a model'}: {chosen}")]
 
 
 def _model(config: EngineConfig, model: ModelInfo) -> Finding:

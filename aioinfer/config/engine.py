@@ -29,7 +29,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 #: positions of a page, where neither a config nor the device says otherwise
 PAGE_SIZE = 16
 #: ways of drafting
-SPECULATION = ("off", "lookup")
+SPECULATION = ("off", "lookup", "auto")
 
 
 @register
@@ -252,11 +252,12 @@ class EngineConfig(ImageSettings):
     )
 
     #: Outputs are the same with and without. lookup: what followed the same tokens before, in a request's own
-    #: prediction, prompt and output.
+    #: prediction, prompt and output. auto: that, and an MTP layer, if the checkpoint has one.
     speculation: str = option(
-        "lookup",
+        "auto",
         "speculation",
-        "what drafts tokens that a step verifies: off, or lookup in a request's own text",
+        "what drafts tokens that a step verifies: off, lookup in a request's own text, auto (that, and the "
+        "MTP layer of the checkpoint), or a model or draft head",
     )
     max_draft_tokens: int = option(
         15, "speculation", "drafts of one request in a step at most", Bounds(1, 255)
@@ -384,7 +385,9 @@ class EngineConfig(ImageSettings):
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}")
         if not self.speculation.strip() or "\0" in self.speculation:
-            raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
+            raise ConfigError(
+                f"speculation must be off, lookup, auto, a model or a head, got {shown(self.speculation)}"
+            )
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.prefix_cache_dir is not None and not (self.prefix_cache and self.prefix_cache_dir.strip()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,6 +12,9 @@ from aioinfer.config import PAGE_SIZE, EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
+from aioinfer.execution.decoding.draft_model import DraftModel
+from aioinfer.execution.decoding.head_drafter import HeadDrafter, HeadPacker
+from aioinfer.execution.decoding.tokens import TokenDecoding, TokenPacker
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import StepGraphs, graphs_unsupported
@@ -28,12 +31,14 @@ from aioinfer.execution.sizing import (
     size_pool,
     stashed_drafts,
     step_bytes,
+    waiting_bytes,
 )
 from aioinfer.execution.warmup import measure
 from aioinfer.ledger import LEDGER, Share
 from aioinfer.model.attention.base import Attention
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.backend import Backend as ModelBackend
+from aioinfer.model.draft_heads.base import DraftHead
 from aioinfer.model.kernels import choose_attention, make_attention
 from aioinfer.model.spec import CausalLM, ModelSpec, Progress
 from aioinfer.model.state import StatePool
@@ -59,19 +64,24 @@ class Parts:
     device: torch.device
     grammars: GrammarWorker
     lane: DeviceLane
-    #: drafts for the model
+    #: drafts for the model: a model, or a head
     draft: CausalLM | None = None
+    head: DraftHead | None = None
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, summed over both models: they have the same pages."""
-        models = [self.model] if self.draft is None else [self.model, self.draft]
+        """Bytes of a page, summed over all that drafts and verifies: they have the same pages."""
+        pools = [(self.kv_layers, self.model.spec.dtype)]
+        if self.draft is not None:
+            pools.append((self.draft.spec.kv_layers, self.draft.spec.dtype))
         page_size = self.config.positions_per_page
         float8 = self.config.kv_dtype == "fp8"
-        return sum(
-            KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype, float8=float8)
-            for each in models
-        )
+        return sum(KVPool.bytes_per_page(layers, page_size, dtype, float8=float8) for layers, dtype in pools)
+
+    @property
+    def kv_layers(self) -> tuple[KVShape, ...]:
+        """Keys and values of the model, and behind them those of its head."""
+        return self.model.spec.kv_layers + (() if self.head is None else self.head.kv_layers)
 
     @property
     def draft_state_bytes(self) -> int:
@@ -82,6 +92,9 @@ class Parts:
         """A packer for sequences of up to ``max_len`` positions."""
         config, page_size = self.config, self.config.positions_per_page
         rows, spec = self.kind.rows(config), self.model.spec
+        if self.head is not None:
+            assert isinstance(rows, TokenPacker)
+            rows.head = HeadPacker(config.num_slots, self.head.block, self.head.positions)
         return Packer(
             rows,
             config.num_slots,
@@ -96,20 +109,22 @@ class Parts:
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""
         spec, config = self.model.spec, self.config
-        attention = self._attention(self.model, self.attention, num_pages)
+        attention = self._attention(self.kv_layers, spec.dtype, self.attention, num_pages)
         decoding = self.kind.decoding(config, self.device, self.grammars)
         if self.draft is not None:
-            from aioinfer.execution.decoding.draft_model import DraftModel
-            from aioinfer.execution.decoding.tokens import TokenDecoding
-
             assert isinstance(decoding, TokenDecoding)
             small = self.draft.spec
             wanted, latent = config.attention_backend, small.latent
             chosen = choose_attention(self.device, small.head_dims, small.dtype, wanted, latent=latent)
-            pool = self._attention(self.draft, chosen, num_pages)
+            pool = self._attention(small.kv_layers, small.dtype, chosen, num_pages)
             cells = 2 * config.num_slots
             states = StatePool(small.states, cells, self.device) if small.states else None
             decoding.draft_model = DraftModel(self.draft, pool, decoding.sampler, states)
+        head = None
+        if self.head is not None:
+            assert isinstance(decoding, TokenDecoding)
+            head = HeadDrafter(self.head, attention, decoding.sampler, config.num_slots)
+            decoding.head = head
         states = None
         if spec.states:
             states = StatePool(
@@ -118,16 +133,18 @@ class Parts:
                 drafts=stashed_drafts(config, spec),
                 dtype=spec.dtype,
             )
-        return Runner(self.model, attention, decoding, self.lane, states)
+        return Runner(self.model, attention, decoding, self.lane, states, head)
 
-    def _attention(self, model: CausalLM, backend: ModelBackend, num_pages: int) -> Attention:
+    def _attention(
+        self, layers: Sequence[KVShape], dtype: torch.dtype, backend: ModelBackend, num_pages: int
+    ) -> Attention:
         """Attention over a new pool."""
         return make_attention(
             backend,
-            model.spec.kv_layers,
+            layers,
             num_pages=num_pages,
             page_size=self.config.positions_per_page,
-            dtype=model.spec.dtype,
+            dtype=dtype,
             device=self.device,
             kv_dtype=self.config.kv_dtype,
             invariant=self.config.deterministic,
@@ -198,7 +215,7 @@ def build(parts: Parts, progress: Progress | None = None) -> tuple[Backend, Pool
     give_back()
     pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes + drafting
     with LEDGER.claims:
-        steps = Share("steps", step_bytes(config, spec))
+        steps = Share("steps", step_bytes(config, spec) + waiting_bytes(config, spec, parts.head))
         check_pool(config, pool_bytes, state_bytes=size.state_bytes + drafting)
         runner = parts.runner(size.num_pages, size.num_snapshots)
     return CpuBackend(runner, steps), size

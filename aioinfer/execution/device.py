@@ -109,10 +109,13 @@ class DeviceInfo:
     state_bytes: int = 0
     #: tokens that a draft model drafts at a time: 1, or the positions of a block; None: there is none
     draft_unit: int | None = None
-    #: positions that the draft model knows
+    #: positions that the draft model, or head, knows
     draft_length: int = 0
     #: it has a recurrent state, which takes in no drafts
     draft_recurrent: bool = False
+    #: kind of the draft head; empty: there is none; and how many tokens it drafts at most; None: any number
+    draft_head: str = ""
+    draft_most: int | None = None
     #: slots for adapters, from 1 on; 0: there are none, and why
     max_adapters: int = 0
     adapter_reason: str = ""

@@ -43,7 +43,7 @@ class PageTables:
     """Page tables by slot, as rows bring them: what they do not repeat is remembered."""
 
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
-        self._page_size = page_size
+        self.page_size = page_size
         #: a tenant's entries beyond its pages name the null page 0
         self._tables = np.zeros((num_slots + 1, max_pages), np.int64)
         #: by slot, what it was when it was last asked for
@@ -86,7 +86,7 @@ class PageTables:
     ) -> Placement:
         """Places of one or more rows; ``q_len`` is None where all have length 1. ``first``: of the rows whose
         tables are wanted."""
-        size = self._page_size
+        size = self.page_size
         kv_len = starts + (1 if q_len is None else q_len)
         kv_lens = kv_len.tolist()
         tables = self._tables[slots[first:], : -(-max(kv_lens[first:], default=0) // size)]
@@ -97,5 +97,10 @@ class PageTables:
             cu_q = np.concatenate(((0,), np.cumsum(q_len)))
             # Position of each token: its row's start plus its offset in the row.
             positions = np.arange(len(rows)) - cu_q[rows] + starts[rows]
-        cells = self._tables[slots[rows], positions // size] * size + positions % size
+        cells = self.cells(slots[rows], positions)
         return Placement(positions, cells, cu_q, kv_len, kv_lens, tables)
+
+    def cells(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Cells of single positions."""
+        size = self.page_size
+        return self._tables[slots, positions // size] * size + positions % size

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.execution.decoding.base import Decoding, Output, Transfer
+from aioinfer.execution.decoding.head_drafter import HeadDrafter
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.features import FeatureStore
 from aioinfer.execution.graph_shapes import GraphShape
@@ -35,8 +36,10 @@ class Runner:
         decoding: Decoding,
         lane: DeviceLane | None = None,
         states: StatePool | None = None,
+        head: HeadDrafter | None = None,
     ) -> None:
-        """``states``: of a model with recurrent state."""
+        """``states``: of a model with recurrent state; ``head``: drafts for it."""
+        self.head = head
         self.features = None if model.encoder is None else FeatureStore(model.encoder)
         self.model = model
         self.attention = attention
@@ -74,8 +77,12 @@ class Runner:
                 *(self.states, read, write), packed.sections["slots"], packed.replays, packed.kept
             )
         rounds = 0
+        if self.head is not None:
+            batch.places = self.head.places
         while True:
             logits = self.model.forward(batch, self.attention)
+            if self.head is not None:
+                self.head.keep(packed.work.head, batch, transfer)
             forward = now()
             pooled: list[torch.Tensor] = []
             if packed.pooling is not None:

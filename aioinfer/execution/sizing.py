@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.ledger import LEDGER
 from aioinfer.model.spec import ModelSpec
+from aioinfer.scheduling.speculation import STASHED
+
+if TYPE_CHECKING:
+    from aioinfer.model.draft_heads.base import DraftHead
 
 __all__ = [
     *("PoolSize", "by_memory", "check_pool", "cpu_budget", "cuda_budget"),
-    *("fewer_requests", "fit_states", "size_pool", "stashed_drafts", "step_bytes"),
+    *("fewer_requests", "fit_states", "size_pool", "stashed_drafts", "step_bytes", "waiting_bytes"),
 ]
 
 
@@ -70,6 +74,13 @@ def step_bytes(config: EngineConfig, spec: ModelSpec) -> int:
         rows = min(rows, config.step_tokens)
     kept += image_bytes(config, spec)
     return _STEP_BASE + config.step_tokens * per_token + 16 * rows * spec.vocab_size + kept
+
+
+def waiting_bytes(config: EngineConfig, spec: ModelSpec, head: DraftHead | None) -> int:
+    """Bytes of the hidden states that wait for a draft head; None: there is none."""
+    if head is None:
+        return 0
+    return (config.num_slots + 1) * STASHED * head.width * spec.dtype.itemsize
 
 
 def image_bytes(config: EngineConfig, spec: ModelSpec) -> int:

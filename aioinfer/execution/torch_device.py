@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from aioinfer.execution.sizing import PoolSize
     from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
     from aioinfer.model.backend import Backend as Choice
+    from aioinfer.model.draft_heads.base import DraftHead, Target
+    from aioinfer.model.inspection import LoadOptions
     from aioinfer.model.spec import CausalLM, ModelSpec
     from aioinfer.model.updates.recipe import PreparedUpdate
 
@@ -86,6 +88,7 @@ class TorchDevice:
         from aioinfer.execution.backends import lacks_memory
         from aioinfer.execution.build import Parts, build, fitted, paged
         from aioinfer.execution.decoding import kind
+        from aioinfer.model.draft_heads.loading import head_kind
         from aioinfer.model.kernels import check_kv_dtype, choose_attention
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_proposing, choose_sampling
@@ -94,9 +97,12 @@ class TorchDevice:
         if device.type == "cpu":
             self._take_threads(config)
         try:
+            head_given = ""
             if self._drafts:
                 with _of_speculation():
-                    check_draft(config.model_path, locate(config.speculation))
+                    head_given = head_kind(locate(config.speculation))
+                    if not head_given:
+                        check_draft(config.model_path, locate(config.speculation))
             model = self._load(device, progress)
             self._model, spec = model, model.spec
             decoding = kind(spec)
@@ -121,8 +127,9 @@ class TorchDevice:
                     raise ConfigError(
                         f"deterministic: sampling is {sampling.name}, and what that adds depends on the batch"
                     )
-            draft = self._load_draft(spec, device, progress)
-            parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
+            head = self._load_head(model, device, head_given)
+            draft = None if head is not None else self._load_draft(spec, device, progress)
+            parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft, head)
             self._backend, size = build(parts, progress)
         except ThreadsUnavailable as error:
             raise ConfigError(f"threads: {error}") from error
@@ -157,7 +164,7 @@ class TorchDevice:
         """``wanted``: the config before it was fitted to the memory for recurrent states."""
         import torch
 
-        config, device, draft = parts.config, parts.device, parts.draft
+        config, device, draft, head = parts.config, parts.device, parts.draft, parts.head
         spec, attention = parts.model.spec, parts.attention
         return DeviceInfo(
             vocab_size=spec.vocab_size,
@@ -165,7 +172,8 @@ class TorchDevice:
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
             description=_describe(spec, device, size.num_pages * config.positions_per_page, attention.name)
-            + (" in fp8" if config.kv_dtype == "fp8" else ""),
+            + (" in fp8" if config.kv_dtype == "fp8" else "")
+            + ("" if head is None else f", drafts by {head.kind}"),
             page_size=config.positions_per_page,
             page_bytes=0 if self._pages is None else self._pages.page_bytes,
             page_layout="" if self._pages is None else self._pages.layout,
@@ -191,8 +199,10 @@ class TorchDevice:
             verifies=not spec.states or stashed_drafts(config, spec) > 0,
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,
-            draft_length=0 if draft is None else draft.spec.max_model_len,
+            draft_length=draft.spec.max_model_len if draft else 0 if head is None else head.positions - 1,
             draft_recurrent=draft is not None and bool(draft.spec.states),
+            draft_head="" if head is None else head.kind,
+            draft_most=None if head is None or head.block is None else head.block - 1,
             max_adapters=0 if self._adapters is None else config.adapter_slots,
             adapter_reason=adapter_reason,
             max_running_requests=fewer_requests(wanted, config),
@@ -229,9 +239,61 @@ class TorchDevice:
             )
         return draft
 
+    def _load_head(self, model: CausalLM, device: torch.device, kind: str) -> DraftHead | None:
+        """The head that drafts for the model. ``kind``: of that in the directory ``speculation``; empty: it
+        is none, and the model's own checkpoint may have one. Raises ConfigError."""
+        from aioinfer.model.draft_heads.loading import load_head, load_mtp, no_head, no_mtp
+        from aioinfer.model.inspection import Opened
+
+        config, options = self._config, self._options(device, own=True)
+        own = config.speculation == "auto" and options.stored
+        if not kind and (not own or no_mtp(config.model_path)):
+            return None
+        opened, loading = Opened.of(config.model_path, options), _Loading(None)
+        reason = no_head(opened, device.type == "cpu")
+        if kind:
+            with _of_speculation():
+                if reason:
+                    raise ConfigError(f"no {kind} head can draft: {reason}")
+                head = load_head(_shared(model), locate(config.speculation), options, loading.claim)
+        else:
+            try:
+                if reason:
+                    raise ConfigError(reason)
+                head = load_mtp(_shared(model), opened, options, loading.claim)
+            except ConfigError as error:
+                message = str(error).removeprefix("model: ")
+                _log.warning("the MTP layer of the checkpoint does not draft: %s", message)
+                return None
+        loading("weights", 1, 1)
+        self._weights.append(loading.share)
+        return head
+
+    def _options(self, device: torch.device, *, own: bool) -> LoadOptions:
+        """``own``: of the model, not of one that drafts."""
+        from aioinfer.model.inspection import LoadOptions
+
+        config = self._config
+        return LoadOptions(
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            force_transformers=config.transformers_fallback,
+            kernels=config.attention_backend,
+            experts=config.moe_backend,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            quantization=config.quantization,
+            cache_weights=config.cache_weights,
+            # A model that drafts has none.
+            max_lora_rank=config.max_lora_rank if config.max_adapters and own else 0,
+            deterministic=config.deterministic,
+            images=config.images and own,
+            mmproj=config.mmproj_file,
+        )
+
     def _load(self, device: torch.device, progress: Progress | None, path: Path | None = None) -> CausalLM:
         """The model at ``path``, by default the config's."""
-        from aioinfer.model.inspection import LoadOptions
         from aioinfer.model.loader import load_model
 
         config = self._config
@@ -239,23 +301,7 @@ class TorchDevice:
         loading = _Loading(progress)
         model = load_model(
             path or config.model_path,
-            LoadOptions(
-                dtype=config.dtype,
-                device=device,
-                load_format=config.load_format,
-                force_transformers=config.transformers_fallback,
-                kernels=config.attention_backend,
-                experts=config.moe_backend,
-                block_size=config.block_size,
-                max_model_len=config.max_model_len,
-                quantization=config.quantization,
-                cache_weights=config.cache_weights,
-                # A model that drafts has none.
-                max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
-                deterministic=config.deterministic,
-                images=config.images and path is None,
-                mmproj=config.mmproj_file,
-            ),
+            self._options(device, own=path is None),
             progress=loading,
             check_size=loading.claim if on_cpu else None,
         )
@@ -445,6 +491,14 @@ def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str
     model = f"{spec.architecture}{part}, {size:.1f} M parameters, {dtype} on {device.type}"
     experts = f", {spec.expert_kernels} experts" if spec.expert_kernels else ""
     return f"{model}, {kernels} attention{experts}, {capacity} KV positions"
+
+
+def _shared(model: CausalLM) -> Target:
+    from aioinfer.model.decoder import Decoder
+    from aioinfer.model.native import NativeDecoder
+
+    assert isinstance(model, (Decoder, NativeDecoder)), "a model of its own code"
+    return model
 
 
 @contextmanager

@@ -147,6 +147,8 @@ class Core:
                 adaptive=config.adaptive_drafts,
                 overlap=bool(config.overlap_steps),
                 catch_up=0 if info.draft_unit is None else config.chunk_tokens,
+                head=bool(info.draft_head) and isinstance(self._drafter, LookupDrafter),
+                head_most=info.draft_most,
                 draft_unit=info.draft_unit or 1,
                 draft_length=info.draft_length,
                 draft_recurrent=info.draft_recurrent,

@@ -51,6 +51,11 @@ class Batch:
     hidden_rows: torch.Tensor | None = None
     #: [H, hidden] float32: their states after the last norm, in front of the head
     hidden: torch.Tensor | None = None
+    #: places where the residual of all tokens is wanted, C of them: i, in front of layer i; the number of
+    #: layers, behind the last; one more, that normed
+    places: torch.Tensor | None = None
+    #: [T, C * hidden] in the model's dtype
+    captured: torch.Tensor | None = None
     #: recurrent states of the rows; None for a model without any
     states: RowStates | None = None
     #: [R] the slot of each row's adapter, 0 for none, see

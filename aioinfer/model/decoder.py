@@ -88,7 +88,9 @@ class Decoder:
         vectors = None if inputs is None else inputs(batch.input_ids, hidden, self._operations)
         # The norm of the next part adds the output of a part to the residual, in one kernel.
         delta = None
+        captures = _Captures(batch)
         for index, layer in enumerate(trunk.layers):
+            captures.add(index, hidden, delta)
             hidden, normed = self._add_norm(hidden, delta, layer.mixer_norm)
             delta = self._summand(layer, layer.mixer(normed, step), layer.mixer_post_norm)
             if layer.mlp is not None:
@@ -109,6 +111,10 @@ class Decoder:
             if batch.features is not None and index + 1 < len(batch.features.vectors):
                 hidden, delta = hidden if delta is None else hidden + delta, None
                 hidden.index_add_(0, batch.features.rows, batch.features.vectors[index + 1])
+        if captures.places:
+            captures.add(len(trunk.layers), hidden, delta)
+            captures.add(len(trunk.layers) + 1, self._last_norm(hidden, delta, None))
+            batch.captured = captures.all()
         if batch.hidden_rows is not None:
             batch.hidden = self._last_norm(hidden, delta, batch.hidden_rows).float()
         if not len(batch.logits_rows):
@@ -118,6 +124,19 @@ class Decoder:
         logits = self._head(values)
         if self.adapters is not None and batch.adapter_slots is not None:
             self.adapters.to_logits(batch, values, logits)
+        return self._finished(logits)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The vectors of tokens, [N, hidden], without positions."""
+        vectors, scale = F.embedding(ids, self._words), self._trunk.embedding.scale
+        return vectors if scale == 1.0 else vectors * scale
+
+    def to_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab_size] of normed hidden states [N, hidden]."""
+        return self._finished(self._head(normed))
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        trunk = self._trunk
         if trunk.logit_scale != 1.0:
             logits = logits * trunk.logit_scale
         cap = trunk.logit_cap
@@ -188,3 +207,20 @@ class Decoder:
 
     def _post_norm(self, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return output if norm is None else self._operations.add_norm(output, None, norm)[1]
+
+
+class _Captures:
+    """Residuals at the places that a batch wants."""
+
+    __slots__ = ("_found", "places")
+
+    def __init__(self, batch: Batch) -> None:
+        self.places: list[int] = [] if batch.places is None else batch.places.tolist()
+        self._found: dict[int, torch.Tensor] = {}
+
+    def add(self, place: int, hidden: torch.Tensor, delta: torch.Tensor | None = None) -> None:
+        if place in self.places:
+            self._found[place] = hidden if delta is None else hidden + delta
+
+    def all(self) -> torch.Tensor:
+        return torch.cat([self._found[place] for place in self.places], dim=1)

@@ -31,7 +31,7 @@ from aioinfer.model.weights import RandomWeights, Weights
 
 __all__ = [
     *("LoadOptions", "ModelInfo", "Opened", "blaming_the_config", "choose_dtype", "head_dims"),
-    *("inspect_model", "kept", "open_model"),
+    *("inspect_model", "kept", "open_model", "read_config"),
 ]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -306,12 +306,13 @@ def open_model(
     checkpoint = open_checkpoint(path, mmproj)
     # What is kept belongs to one path.
     kept = KeptFiles(path) if keep and not has_mmproj(checkpoint) else None
-    config = found_or_made(kept, "config", KeptConfig, lambda: _read_config(checkpoint), KeptConfig.record_of)
+    config = found_or_made(kept, "config", KeptConfig, lambda: read_config(checkpoint), KeptConfig.record_of)
     inner, config = text_part(checkpoint, config, stored=stored)
     return with_head(inner, for_length(config, length), LANGUAGE_MODELS)
 
 
-def _read_config(checkpoint: Checkpoint) -> Any:
+def read_config(checkpoint: Checkpoint) -> Any:
+    """The config of a checkpoint as transformers has it. Raises ConfigError."""
     with importing_transformers():
         from transformers import AutoConfig
 

@@ -40,6 +40,7 @@ from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import (
     DecoderArguments,
     DualArguments,
+    EmbedArguments,
     ForwardArguments,
     LayerArguments,
     PerLayerArguments,
@@ -116,6 +117,7 @@ class NativeDecoder:
         self.spec = spec
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._eps, embedding = trunk.norm.eps, trunk.embedding
+        self._scale, self._cap = trunk.logit_scale, trunk.logit_cap or 0.0
         self._ropes = {id(rope): rope for layer in trunk.layers if (rope := layer.mixer.rope) is not None}
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
@@ -127,8 +129,8 @@ class NativeDecoder:
             words=quantised,
             **self._constants(embedding, trunk.norm),
             head=head.packed.handle,
-            logit_scale=trunk.logit_scale,
-            logit_cap=trunk.logit_cap or 0.0,
+            logit_scale=self._scale,
+            logit_cap=self._cap,
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
         #: the vectors of tokens in their stored form, and the head
@@ -323,6 +325,12 @@ class NativeDecoder:
             arguments.hidden_rows = address(chosen, int64, count)
             batch.hidden = torch.empty(count, self.spec.hidden_size)
             arguments.hidden = batch.hidden.data_ptr()
+        wished = batch.places
+        places = arguments.num_captured = 0 if wished is None else len(wished)
+        if wished is not None:
+            arguments.captured = address(wished, int64, places)
+            batch.captured = torch.empty(tokens, places * self.spec.hidden_size, dtype=self.spec.dtype)
+            arguments.captures = batch.captured.data_ptr()
         if self.spec.states:
             self._set_states(batch.states, rows)
         features = batch.features
@@ -334,6 +342,23 @@ class NativeDecoder:
         arguments.sin = None if rotary is None else address(rotary.sin, self.spec.dtype, rotary.sin.numel())
         self._stack.forward(arguments)
         return logits
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The vectors of tokens, [N, hidden]."""
+        count = len(ids)
+        out = torch.empty(count, self.spec.hidden_size, dtype=self.spec.dtype)
+        given = address(ids, torch.int64, count)
+        self._stack.embed(
+            EmbedArguments(decoder=self._stack.handle, ids=given, count=count, out=out.data_ptr())
+        )
+        return out
+
+    def to_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [N, vocab_size] of normed hidden states [N, hidden]."""
+        logits, cap = self._head(normed), self._cap
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return (logits / cap).tanh() * cap if cap else logits
 
     def _rotary(self, batch: Batch) -> Rotary | None:
         """The factors of the tokens, where these have three positions each; None: those of the layers."""

@@ -10,7 +10,7 @@ from aioinfer.native.structures import Address, Arguments, structure
 
 __all__ = [
     "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
-    "DequantiseArguments", "DualArguments", "ExpertsArguments", "ForwardArguments",
+    "DequantiseArguments", "DualArguments", "EmbedArguments", "ExpertsArguments", "ForwardArguments",
     "LatentAttentionArguments", "LayerArguments", "LinearArguments", "LowRankTarget", "MambaArguments",
     "MappedWeightsArguments", "MixArguments", "PerLayerArguments", "PerLayerInputsArguments",
     "QuantisedWeightsArguments", "RepackArguments", "RouteArguments", "RouterArguments",
@@ -442,6 +442,19 @@ class ForwardArguments(Arguments):
     num_deep: int
     cos: Address
     sin: Address
+    num_captured: int
+    captured: Address
+    captures: Address
+
+
+@structure("embed")
+class EmbedArguments(Arguments):
+    """Read the vectors of tokens."""
+
+    decoder: Address
+    ids: Address
+    count: int
+    out: Address
 
 
 @structure()

@@ -13,6 +13,7 @@ from aioinfer.native.arguments import (
     AdaptedLayer,
     DecoderArguments,
     DequantiseArguments,
+    EmbedArguments,
     ExpertsArguments,
     ForwardArguments,
     LayerArguments,
@@ -252,6 +253,10 @@ class Stack:
 
     def forward(self, arguments: ForwardArguments) -> None:
         """Compute one step."""
+        self.pool.kernels.call(arguments, self.number)
+
+    def embed(self, arguments: EmbedArguments) -> None:
+        """Read the vectors of tokens."""
         self.pool.kernels.call(arguments, self.number)
 
 

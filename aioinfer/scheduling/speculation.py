@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from aioinfer.scheduling.sequence import Sequence
     from aioinfer.scheduling.step import Generating, Step
 
-__all__ = ["FEW", "Speculation"]
+__all__ = ["FEW", "STASHED", "Speculation"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -43,6 +43,12 @@ _WARM = 3
 _LEAST = 0.02
 #: number of equal tokens before a draft that say more than fewer do
 _LONG = 4
+#: positions of a slot whose hidden states are kept for a draft head; drafts of a row are fewer than half
+STASHED = 64
+#: number of steps between two looks for requests whose hidden states are to be made into entries, and how
+#: many of them are worth that
+_LOOKS = 4
+_ENOUGH = 8
 #: numbers of drafts that are looked at to see whether any would pay
 _SOME = (1, 3, 7, 15)
 #: how many of them are expected to be right, by the chance of each one after right ones
@@ -58,8 +64,8 @@ class Speculation:
 
     __slots__ = (
         *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_pause"),
-        *("_turn", "_usual", "_verifies", "_vocab_size", "adaptive", "draft_recurrent", "draft_unit"),
-        *("_verified", "overlap"),
+        *("_head_most", "_turn", "_usual", "_verified", "_verifies", "_vocab_size"),
+        *("adaptive", "draft_recurrent", "draft_unit", "head", "overlap"),
     )
 
     def __init__(
@@ -74,15 +80,23 @@ class Speculation:
         draft_unit: int = 1,
         draft_length: int = 0,
         draft_recurrent: bool = False,
+        head: bool = False,
+        head_most: int | None = None,
     ) -> None:
         """``most``: drafts of a row at most. ``overlap``: steps are planned before the last one has been
         read, without the few rows that verified drafts in it. ``catch_up``: with a draft model on the device,
         positions that it may compute for one request in a step; it drafts where there is no prediction.
         0: there is none. ``draft_length``: positions that it knows. ``draft_recurrent``: its state takes in
-        no drafts."""
+        no drafts. ``head``: a draft head does, which drafts ``head_most`` tokens of a row at most, where no
+        match of the drafter's does better."""
         self._drafter = drafter
         self._vocab_size = vocab_size
-        self._most = most
+        #: a draft head is there
+        self.head = head
+        self._most = most if not head else min(most, STASHED // 2 - 1)
+        self._head_most = self._most if head_most is None else head_most
+        if head:
+            catch_up = STASHED // 2
         self.adaptive = adaptive
         self.overlap = overlap
         self._turn = 0
@@ -127,7 +141,7 @@ class Speculation:
             most = min(self._most, room, sequence.max_length - start - 2)
             if most <= 0 or (
                 sequence.grammar is None
-                and drafting.best(self._usual) < least
+                and self._best(drafting) < least
                 and (self._turn + sequence.key) % _PROBE
             ):
                 continue
@@ -151,14 +165,48 @@ class Speculation:
             if drafts[0] == UNDRAWN:
                 sequence, start = decodes.sequences[row], int(decodes.starts[row])
                 assert sequence.drafting is not None
+                if self.head:
+                    found.append(_entries(sequence, sequence.drafting, start, row))
+                    continue
                 first = sequence.drafting.computed
                 found.append(DraftInput(sequence.kv.slot, first, sequence.known_ids(first, start), row))
+        if self.head:
+            return [*found, *self._waiting(decodes, {each.row for each in found})]
         behind = self._behind
         if behind is not None and behind.drafting is not None and behind.cursor.in_batch:
             first = behind.drafting.computed
             stop = min(first + self._catch_up, (behind.known - 1) // self.draft_unit * self.draft_unit)
             found.append(DraftInput(behind.kv.slot, first, behind.known_ids(first, stop), -1))
             behind.drafting.computed = stop
+        return found
+
+    def prefilled(self, sequence: Sequence, length: int) -> None:
+        """The last chunk, up to ``length``, has resolved: a draft head has entries of all positions but the
+        last."""
+        if self.head and sequence.drafting is not None:
+            sequence.drafting.computed = length - 1
+
+    def verified(self, drafting: Drafting, start: int, drafted: int, tokens: int) -> None:
+        """A row that began at ``start`` and verified drafts of the draft model has brought so many tokens."""
+        if self.head:
+            return  # its entries of drafts are made anew, of the model's hidden states
+        # The last draft was not computed, and of the others those are of use that were right; none of them
+        # where the draft model has a state.
+        right = 0 if self.draft_recurrent else min(tokens, drafted) - 1
+        drafting.computed = start + 1 + right
+
+    def _waiting(self, decodes: Generating, but: Collection[int]) -> list[DraftInput]:
+        """The requests of other rows ``but`` these of which many hidden states wait to become entries."""
+        found: list[DraftInput] = []
+        if self._turn % _LOOKS:
+            return found
+        for row, start in enumerate(decodes.starts.tolist()):
+            sequence = decodes.sequences[row]
+            drafting, stop = sequence.drafting, min(start, sequence.known - 1)
+            if drafting is None or row in but or not drafting.computed:
+                continue
+            if sequence.cursor.in_batch and stop - drafting.computed >= _ENOUGH:
+                found.append(_entries(sequence, drafting, stop + 1, -1))
         return found
 
     def observe(self, step: Step, seconds: float) -> None:
@@ -176,6 +224,11 @@ class Speculation:
             self._decodes.observe(positions, seconds)
         if positions and drafts:
             self._verified = (positions, seconds)
+
+    def _best(self, drafting: Drafting) -> float:
+        """The largest chance that a first draft may have."""
+        best = drafting.best(self._usual)
+        return max(best, drafting.best(DraftSource.TEXT)) if self.head else best
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -225,7 +278,9 @@ class Speculation:
             _log.error("%s: its drafter raised, and proposes nothing more", sequence, exc_info=error)
             return ()
         if self._catch_up and not drafting.request.predicted:
-            return self._undrawn(sequence, drafting, start, most)
+            if self.head and ids and drafting.rate >= drafting.rate_of(DraftSource.MODEL):
+                return ids
+            return self._undrawn(sequence, drafting, start, most) or (ids if self.head else ())
         return ids
 
     def _undrawn(self, sequence: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
@@ -238,6 +293,11 @@ class Speculation:
             return ()
         if sequence.steering is not None and start + 1 + most >= sequence.steering.idle_until:
             return ()
+        if self.head:
+            if not drafting.computed:
+                return ()  # no chunk has resolved since it came
+            drafting.source = DraftSource.MODEL
+            return [UNDRAWN] * min(most, self._head_most)
         if missing > self._catch_up:
             self._behind = self._behind or sequence
             return ()
@@ -298,3 +358,12 @@ def _in_turn(proposals: Mapping[int, abc.Sequence[int]], room: int) -> dict[int,
         chosen[row] = ids[:room]
         room -= len(chosen[row])
     return chosen
+
+
+def _entries(sequence: Sequence, drafting: Drafting, start: int, row: int) -> DraftInput:
+    """The entries of a draft head that a request lacks up to position ``start``, whose own token may be known
+    on the device only: the tokens behind the positions. Hidden states that were kept too long ago are
+    gone."""
+    first = max(min(drafting.computed, start - 1), start - STASHED // 2)
+    drafting.computed = start if row >= 0 else start - 1
+    return DraftInput(sequence.kv.slot, first, sequence.known_ids(first + 1, start), row)

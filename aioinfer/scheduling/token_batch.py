@@ -321,6 +321,8 @@ class TokenBatch:
                 counters.late_tokens += row.samples
             else:
                 updated += _resolve_chunk(step, row, tokens[index], forced.get(index, ()), queues)
+                if self._speculation is not None and row.samples and row.slot == row.sequence.kv.slot:
+                    self._speculation.prefilled(row.sequence, row.kv_length)
                 if row.sequence.steering is not None:
                     self._go_on([row.sequence])
         if generating.alone:
@@ -362,12 +364,9 @@ class TokenBatch:
             return _unsampled(sequence, step, token, outcome.forced.get(index, ()), queues)
         self._count(sequence, len(drafts), len(run) - 1, counters)
         if drafts[0] == UNDRAWN and sequence.drafting is not None:
-            # The last draft was not computed, and of the others those are of use that were right; none of
-            # them where the draft model has a state.
             assert self._speculation is not None
             start = int(step.generating.starts[index])
-            right = 0 if self._speculation.draft_recurrent else min(len(run), len(drafts)) - 1
-            sequence.drafting.computed = start + 1 + right
+            self._speculation.verified(sequence.drafting, start, len(drafts), len(run))
         for at, found in enumerate(run):
             if found < 0:
                 _unsampled(sequence, step, found, outcome.forced.get(index, ()), queues)

@@ -95,23 +95,24 @@ class Drafting:
 
     def best(self, source: DraftSource) -> float:
         """The largest chance that a first draft may have, from this source or the prediction."""
-        best = self._rate(source)
+        best = self.rate_of(source)
         if source is DraftSource.TEXT:
-            best = max(best, self._rate(DraftSource.SHORT))
-        return max(best, self._rate(DraftSource.PREDICTION)) if self._predicted else best
+            best = max(best, self.rate_of(DraftSource.SHORT))
+        return max(best, self.rate_of(DraftSource.PREDICTION)) if self._predicted else best
 
     @property
     def rate(self) -> float:
         """The chance that a draft of the latest proposal is right if those before it are."""
-        return self._rate(self.source)
+        return self.rate_of(self.source)
 
-    def _rate(self, source: DraftSource) -> float:
+    def rate_of(self, source: DraftSource) -> float:
+        """The same of any source."""
         rate = self._rates.get(source)
         return self._usual.of(source) if rate is None else rate
 
     def unused(self) -> None:
         """The latest proposal was not verified."""
-        rate = self._rate(self.source)
+        rate = self.rate_of(self.source)
         self._rates[self.source] = rate + _FORGET * (self._usual.of(self.source) - rate)
 
     def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
@@ -124,7 +125,7 @@ class Drafting:
             self.accepted_prediction += accepted
             self.rejected_prediction += rejected
         # Those after the first wrong one say nothing.
-        self._rates[source] = _moved(self._rate(source), accepted, rejected > 0, _NEWEST)
+        self._rates[source] = _moved(self.rate_of(source), accepted, rejected > 0, _NEWEST)
         self._usual.verified(source, accepted, rejected > 0)
 
     def cut(self, tokens: int) -> None:

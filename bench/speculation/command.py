@@ -14,6 +14,8 @@ rounds; an output that differs is an error.
              stands for the edited text, and the prediction agrees with it where the texts agree
 ``free``     random text at temperature 1, in which nothing repeats: what looking for drafts costs
 ``pair``     a draft model: random weights whose agreement is a setting
+``heads``    EAGLE-3 heads, beside an engine without: one that is always right, of 3 drafts, and one that
+             never is
 ``model``    SmolLM2, if it is installed: stories at temperature 0.8, and texts to be repeated
 """
 
@@ -41,6 +43,7 @@ from bench.peers.checkpoint import find_model
 from bench.peers.install import add_place
 from bench.report import Report
 from bench.speculation.edits import PAIRS, predicted
+from bench.speculation.heads import find_right, find_wrong
 from bench.speculation.pair import find_pair
 
 #: a prompt, its parameters, and the name by which a drafter knows it
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", default="auto", choices=["auto", "int8", "int4"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=int, default=64, help="tokens of oracle, wrong, free and pair")
+    parser.add_argument("--output", type=int, default=64, help="tokens of all but edits and model")
     parser.add_argument("--drafts", type=int, default=5, help="of a row, of oracle")
     parser.add_argument("--items", type=int, default=len(PAIRS), help="of edits")
     add_place(parser)
@@ -124,6 +127,28 @@ async def _pair(options: argparse.Namespace, report: Report) -> None:
         for batch in (1, 8):
             asked = _random(engine, batch, options.output)
             await _compare(report, engine, asked, options.rounds, batch=batch)
+
+
+async def _heads(options: argparse.Namespace, report: Report) -> None:
+    name, place = options.model if options.model in SHAPES else "0.6b", Path(options.place)
+    target, right = find_right(name, place)
+    wrong = {"model": str(target), "load_format": "random"}
+    for kind, settings, head in (
+        ("right", {"model": str(target), "max_draft_tokens": 3}, right),
+        ("wrong", wrong, find_wrong(name, place)),
+    ):
+        async with (
+            _engine(options, speculation="off", **settings) as plain,
+            _engine(options, speculation=str(head), **settings) as engine,
+        ):
+            for batch in (1, 8) if kind == "right" else (1, 8, 32):
+                # The head drafts the first tokens alone.
+                heat = 1.0 if kind == "wrong" else 0.0
+                asked = [
+                    ([*ids[:-1], ids[-1] % 100], params, label)
+                    for ids, params, label in _random(engine, batch, options.output, temperature=heat)
+                ]
+                await _compare(report, engine, asked, options.rounds, plain=plain, kind=kind, batch=batch)
 
 
 async def _model(options: argparse.Namespace, report: Report) -> None:
@@ -213,16 +238,19 @@ async def _compare(
     *,
     batch: int,
     differ: bool = False,
+    plain: Engine | None = None,
     **cells: Any,
 ) -> None:
-    """Report a row: ``batch`` at a time, with and without drafts in turns. Outputs may ``differ``."""
+    """Report a row: ``batch`` at a time, with and without drafts in turns, the latter by ``plain``, by
+    default the same engine. Outputs may ``differ``."""
     ratios, plain_rates, rates, wrong = [], [], [], 0
     await _timed(engine, asked[:batch], batch, drafts=True)  # what drafts cost is learned
     before = engine.stats()
     for turn in range(rounds):
         found: dict[bool, tuple[list[Result], float]] = {}
         for drafts in (False, True) if turn % 2 else (True, False):
-            found[drafts] = await _timed(engine, asked, batch, drafts=drafts)
+            one = engine if drafts or plain is None else plain
+            found[drafts] = await _timed(one, asked, batch, drafts=drafts)
         pairs = zip(found[True][0], found[False][0], strict=True)
         wrong += sum(one.token_ids != other.token_ids for one, other in pairs)
         plain_rates.append(found[False][1])
@@ -255,5 +283,6 @@ _PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Report], Coroutine[An
     "edits": ("edited texts with a prediction", _edits),
     "free": ("nothing repeats", _free),
     "pair": ("a smaller model drafts", _pair),
+    "heads": ("draft heads, right and wrong", _heads),
     "model": ("SmolLM2-135M in 4 bits", _model),
 }

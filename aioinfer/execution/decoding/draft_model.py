@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from aioinfer.model.spec import CausalLM
     from aioinfer.sampling.batch import SamplingBatch
 
-__all__ = ["DraftForward", "DraftModel", "draft_forwards"]
+__all__ = ["MASKED", "DraftForward", "DraftModel", "draft_batch", "draft_forwards"]
 
 _Ints = npt.NDArray[np.int64]
 _NONE = np.empty(0, np.int64)
@@ -204,7 +204,7 @@ class DraftModel:
             if self._mask_id is not None:
                 ids = torch.where(ids == MASKED, self._mask_id, ids)
             ids[transfer.send(forward.own)] = input_ids[transfer.send(forward.own_from)]
-            inputs = _batch(forward, ids, at, transfer)
+            inputs = draft_batch(forward, ids, at, transfer)
             if self._states is not None:
                 cells = transfer.send(forward.read), transfer.send(forward.write)
                 inputs.states = RowStates(self._states, *cells)
@@ -222,7 +222,8 @@ class DraftModel:
         return (torch.cat(rows), torch.cat(drafts)) if rows else (input_ids[:0], input_ids[:0])
 
 
-def _batch(forward: DraftForward, ids: torch.Tensor, at: torch.Tensor, transfer: Transfer) -> Batch:
+def draft_batch(forward: DraftForward, ids: torch.Tensor, at: torch.Tensor, transfer: Transfer) -> Batch:
+    """The batch of a forward with these input ids; ``at``: its ``logits_rows``."""
     placement = forward.placement
     alone = all(length == 1 for length in forward.q_lens)
     return Batch(

@@ -15,6 +15,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.execution.decoding.base import Output, Transfer
 from aioinfer.execution.decoding.draft_model import DraftForward, DraftModel, draft_forwards
+from aioinfer.execution.decoding.head_drafter import HeadDrafter, HeadPacker, HeadWork
 from aioinfer.execution.decoding.holding import Holding, hold
 from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, SamplingMetadata, SamplingTable
@@ -72,6 +73,8 @@ class TokenWork:
     drafts: DraftRows | None = None
     #: of a draft model
     draft_forwards: Sequence[DraftForward] = ()
+    #: of a draft head
+    head: HeadWork | None = None
     #: of a step that a captured one computes: pages of the first rows that sample, all that bring no drafts
     tables: Tables | None = None
 
@@ -107,10 +110,14 @@ class TokenPacker:
 
     def __init__(self, num_slots: int) -> None:
         self._table = SamplingTable(num_slots)
+        #: of a draft head; None: there is none
+        self.head: HeadPacker | None = None
         #: by slot, those that no packed step has yet
         self._resets: dict[int, PenaltyReset] = {}
 
     def admit(self, new: Mapping[int, NewRequestData]) -> None:
+        if self.head is not None:
+            self.head.admit(new)
         for slot, data in new.items():
             reset = self._table.admit(slot, data)
             if reset is not None:
@@ -170,8 +177,11 @@ class TokenPacker:
         of_rows = partial(_held_rows, step, sample_rows, sample_positions, drafts)
         grammars, steered = of_rows(GrammarRow, sampling.grammars), of_rows(SteeredRow, sampling.steered)
         forwards: Sequence[DraftForward] = ()
-        if step.generating.draft_inputs:
-            forwards = draft_forwards(step, layout, [] if drafts is None else drafts.first)
+        head, first = None, [] if drafts is None else drafts.first
+        if self.head is not None:
+            head = self.head.pack(step, layout, first)
+        elif step.generating.draft_inputs:
+            forwards = draft_forwards(step, layout, first)
         tables: Tables | None = None
         if layout.shape is not None:
             still = len(sample_slots) if drafts is None else step.generating.num_decodes
@@ -181,6 +191,7 @@ class TokenPacker:
         return sections, TokenWork(
             *(sample_rows, sampling, resets, grammars, steered, scores, len(banned_ids), score_ids, drafts),
             draft_forwards=forwards,
+            head=head,
             tables=tables,
         )
 
@@ -237,6 +248,7 @@ class TokenDecoding:
         self.relay = relay
         self.grammars = grammars
         self.draft_model: DraftModel | None = None
+        self.head: HeadDrafter | None = None
 
     def warm_up(self) -> None:
         self.sampler.warm_up()
@@ -255,10 +267,14 @@ class TokenDecoding:
         self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes, parts.get("verified"))
         self.begin(packed, transfer)
         drawn: _Drawn = None
-        if work.draft_forwards:
+        forwards = work.draft_forwards if work.head is None else work.head.forwards
+        batch = _sampling_batch(work, parts, transfer) if forwards else None
+        if work.head is not None:
+            assert self.head is not None
+            drawn = self.head.draw(work.head, parts["input_ids"], batch, transfer)
+        elif batch is not None:
             assert self.draft_model is not None
-            batch = _sampling_batch(work, parts, transfer)
-            drawn = self.draft_model.draw(work.draft_forwards, parts["input_ids"], batch, transfer)
+            drawn = self.draft_model.draw(forwards, parts["input_ids"], batch, transfer)
         return parts["logits_rows"], drawn
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:

@@ -129,6 +129,15 @@ struct ImageFeatures {
   int64_t deep;
 };
 
+// The residual of all tokens at some places: in front of layer i, behind the last layer (their number), and that normed (one
+// more).
+template <class T>
+struct Capture {
+  int64_t count;
+  const int64_t* places;  // [count]
+  T* out;                 // [tokens, count, hidden]
+};
+
 // The inputs and the output of a step; see aioinfer.model.batch.Batch.
 template <class T>
 struct StepInput {
@@ -152,6 +161,7 @@ struct StepInput {
   ImageFeatures<T> features;
   const T* cos;   // [tokens, rotary_dim] in place of the layers' tables; or null
   const T* sin;
+  Capture<T> capture;
 };
 
 template <class T>
@@ -271,6 +281,7 @@ class Decoder {
       if (per_layer_.any()) per_layer_.compute(worker, narrow_, step.ids, residual_.data(), tokens, eps_);
       for (size_t index = 0; index < layers_.size(); index++) {
         const Layer<T>& layer = layers_[index];
+        if (step.capture.count != 0) capture(worker, step, index, watch);
         mixer_part(worker, index, step, watch);
         if (layer.dual.any())
           dual_part(worker, index, tokens, watch);
@@ -281,9 +292,18 @@ class Decoder {
         if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
         if (static_cast<int64_t>(index) < step.features.deep) add_deep(worker, step.features, index, watch);
       }
+      for (int64_t behind = 0; behind < 2 && step.capture.count != 0; behind++)
+        capture(worker, step, num_layers() + behind, watch);
       hidden_states(worker, step, watch);
       logits(worker, step, watch);
     });
+  }
+
+  // The vectors of tokens, [count, hidden]. Throws InvalidArguments for ids that no token has.
+  void embed(const int64_t* ids, int64_t count, T* out) const {
+    require(embedding_.positions == nullptr, "the vectors of tokens depend on positions");
+    require_below("ids", ids, count, head_->outputs);
+    for (int64_t i = 0; i < count; i++) embedding_.read(ids[i], 0, hidden_, out + i * hidden_);
   }
 
  private:
@@ -309,6 +329,7 @@ class Decoder {
     require_below("hidden_rows", step.hidden_rows, step.num_hidden, input.tokens);
     require_below("feature_rows", step.features.rows, step.features.count, input.tokens);
     require(step.features.deep >= 0, "num_deep is not a number of layers");
+    require_below("captured", step.capture.places, step.capture.count, num_layers() + 2);
   }
 
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
@@ -566,6 +587,19 @@ class Decoder {
         Number<T>::store_lanes(to + i, Number<T>::load_lanes(to + i) + Number<T>::load_lanes(vectors + row * hidden_ + i));
     });
     watch.add(REST);
+  }
+
+  void capture(Worker& worker, const StepInput<T>& step, int64_t place, Stopwatch& watch) {
+    const Capture<T>& wanted = step.capture;
+    for (int64_t at = 0; at < wanted.count; at++) {
+      if (wanted.places[at] != place) continue;
+      worker.parallel_in_runs(step.attention.tokens, [&](int64_t token) {
+        T* to = wanted.out + (token * wanted.count + at) * hidden_;
+        if (place <= num_layers()) return void(std::copy_n(residual(token), hidden_, to));
+        norm(norm_, residual(token), [&](int64_t i, Floats value) { Number<T>::store_lanes(to + i, value); });
+      });
+      watch.add(REST);
+    }
   }
 
   void hidden_states(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {

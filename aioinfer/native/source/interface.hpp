@@ -406,6 +406,18 @@ struct ForwardArguments {
   int64_t num_deep;             // layers behind which features are added
   const T* cos;                // [tokens, rotary_dim] in place of the tables of layers, which all rotate as much; or null
   const T* sin;
+  int64_t num_captured;
+  const int64_t* captured;     // [num_captured] places of the residual, see decoder.hpp
+  T* captures;                 // [tokens, num_captured, hidden]
+};
+
+// Read the vectors of tokens.
+template <class T>
+struct EmbedArguments {
+  const Decoder<T>* decoder;
+  const int64_t* ids;  // [count]
+  int64_t count;
+  T* out;  // [count, hidden]
 };
 
 // -- adapters -------------------------------------------------------------------------------------------------------

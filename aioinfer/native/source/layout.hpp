@@ -92,7 +92,8 @@ inline std::string layout() {
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,
                     state_pools, num_states, num_cells, read, write, replays, kept, stash_pools, num_stashes,
                     num_drafts, logits_rows, logits, adapters, num_hidden, hidden_rows, hidden, seconds,
-                    num_features, feature_rows, features, num_deep, cos, sin)
+                    num_features, feature_rows, features, num_deep, cos, sin, num_captured, captured, captures)
+  AIOINFER_TEMPLATE(EmbedArguments, decoder, ids, count, out)
   AIOINFER_PLAIN(LowRankTarget, a, b, a_is_bfloat16, b_is_bfloat16, rank, start, rows, scale, rescaling)
   AIOINFER_PLAIN(AdaptedLayer, layer, part, targets, count)
   AIOINFER_TEMPLATE(AdaptArguments, decoder, adapter, layers, count)

@@ -435,8 +435,16 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
                             states,       a->state_pools, a->stash_pools, a->num_states, a->num_logits, a->logits_rows,
                             a->logits,    a->adapters,  a->num_hidden,  a->hidden_rows, a->hidden,
-                            {a->num_features, a->feature_rows, a->features, a->num_deep}, a->cos, a->sin};
+                            {a->num_features, a->feature_rows, a->features, a->num_deep}, a->cos, a->sin,
+                            {a->num_captured, a->captured, a->captures}};
     a->decoder->forward(*a->pool, step, a->seconds);
+    return true;
+  });
+}
+
+bool NAMED(embed)(const EmbedArguments<T>* a) {
+  return guarded(false, [&] {
+    a->decoder->embed(a->ids, a->count, a->out);
     return true;
   });
 }

@@ -1,0 +1,1 @@
+"""Draft heads: small models that draft for a model from its hidden states."""
