@@ -83,15 +83,17 @@ class LlamaCpp:
 
 
 def _kv_bytes(model: Any) -> int:
-    """Bytes of a position's f16 keys and values."""
+    """Bytes of a position's f16 keys and values, or, of layers that differ, as many as all could have."""
     import ctypes
+    import re
 
     import llama_cpp
 
     def number(name: str) -> int | None:
         text = ctypes.create_string_buffer(64)
         found = llama_cpp.llama_model_meta_val_str(model, f"{family}.{name}".encode(), text, len(text))
-        return None if found < 0 else int(text.value)
+        # Of every layer in some files.
+        return None if found < 0 else max(map(int, re.findall(rb"\d+", text.value)))
 
     name = ctypes.create_string_buffer(64)
     llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
