@@ -160,7 +160,7 @@ void print_products(ThreadPool& pool, const char* type) {
   check(products.all_in_steps(), "factors are no steps");
   Hash hash;
   for (int64_t rows = 1; rows <= Products<T>::MOST; rows++) hash.add(products.multiply_all(pool, rows));
-  hash.print("exact", std::string(type) + " products of 4, 6 and 8 bits");
+  hash.print("exact", std::string(type) + " products of 4, 6 and 8 bits, and by tables");
 }
 
 // -- models ---------------------------------------------------------------------------------------------------------

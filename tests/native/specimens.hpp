@@ -51,8 +51,7 @@ struct Model {
   explicit Model(ThreadPool& pool, int bits = 0)
       : format{bits, bits ? 32 : 0}, scores(pool, routes.data(), nullptr, EXPERTS, HIDDEN, false),
         router(&scores, nullptr, Rule{false, true, EXPERTS, 2, 1, 1, true, 1.0f}),
-        scaled(&scores, nullptr, Rule{false, true, EXPERTS, 3, 1, 1, true, 1.0f}, norm.data()),
-        experts(EXPERTS, HIDDEN, MIDDLE, format, format) {
+        scaled(&scores, nullptr, Rule{false, true, EXPERTS, 3, 1, 1, true, 1.0f}, norm.data()) {
     auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
       const auto rows = noise<T>((gated ? 2 : 1) * outputs * inner, seed);
       weights.push_back(
@@ -64,13 +63,18 @@ struct Model {
                                            POSITIONS, HIDDEN, 1e-6f, 30.0f,
                                            PerLayerSource<T>{table.data(), pack(LAYERS * INPUT, HIDDEN, false, 90),
                                                              {norm.data(), nullptr}, LAYERS, INPUT, 4.0f, 0.2f, 0.7f});
-    for (int64_t expert = 0; expert < EXPERTS; expert++)
-      experts.set(pool, expert, noise<T>(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise<T>(HIDDEN * MIDDLE, 60 + expert).data());
     // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, gated results,
     // and experts with biases besides a shared one, which has a gate; one has normed values, and experts beside a dense
     // part; the last one has queries only. These two have inputs of their own, and scale the residual.
     const auto biases = noise<T>(2 * MIDDLE, 70), out_biases = noise<T>(HIDDEN, 71);
-    for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
+    std::vector<const Linear<T>*> gate_ups, downs;
+    for (int64_t expert = 0; expert < EXPERTS; expert++) {
+      gate_ups.push_back(pack(MIDDLE, HIDDEN, true, 50 + expert));
+      weights.back()->set_bias(biases.data());
+      downs.push_back(pack(HIDDEN, MIDDLE, false, 60 + expert));
+      weights.back()->set_bias(out_biases.data());
+    }
+    experts = std::make_unique<Experts<T>>(EXPERTS, gate_ups.data(), downs.data());
     for (int layer = 0; layer < LAYERS; layer++) {
       const bool first = layer == 0, sparse = layer == SPARSE, dual = layer == DUAL, late = dual || layer == SHARING;
       const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
@@ -82,7 +86,7 @@ struct Model {
           .gate_up = pack(MIDDLE, HIDDEN, !first, 30 + layer),
           .down = pack(HIDDEN, MIDDLE, false, 40 + layer),
           .router = sparse ? &router : dual ? &scaled : nullptr,
-          .experts = sparse || dual ? &experts : nullptr,
+          .experts = sparse || dual ? experts.get() : nullptr,
           .gate = first || late ? Gate::GELU_TANH : sparse ? Gate::CLAMPED_SILU : Gate::SILU,
           .shared_gate = sparse ? norm.data() : nullptr,
           .mlp_post_norm = first || sparse || late ? plain : none,
@@ -178,7 +182,7 @@ struct Model {
   std::vector<float> routes = floats<T>(EXPERTS * HIDDEN, 6);
   Weights<float> scores;
   Router<T> router, scaled;
-  Experts<T> experts;
+  std::unique_ptr<Experts<T>> experts;
   std::vector<std::unique_ptr<Linear<T>>> weights;
   std::unique_ptr<Decoder<T>> decoder;
 };
@@ -193,8 +197,10 @@ struct Products {
   static constexpr int64_t OUTPUTS = 70, INNER = 512, MOST = 25;
 
   explicit Products(ThreadPool& pool) {
-    for (const auto& [bits, group] : {std::pair{4, 32}, {6, 16}, {8, 128}}) {
-      const QuantisedShape shape(OUTPUTS, INNER, group, bits, false);
+    const Table numbers{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    for (const auto& [bits, group, table] :
+         {std::tuple{4, 32, false}, {6, 16, false}, {8, 128, false}, {4, 16, true}, {4, 64, true}}) {
+      const QuantisedShape shape(OUTPUTS, INNER, group, bits, false, table ? numbers.data() : nullptr);
       std::mt19937 generator(bits);
       std::vector<uint8_t> values(OUTPUTS * INNER);
       for (auto& value : values) value = generator() % (1 << bits);

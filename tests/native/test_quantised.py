@@ -300,6 +300,8 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
         return least.astype(np.float16).astype(np.float32)
     if how == "float32":
         return drawn
+    if how == "powers":
+        return np.ldexp(np.float32(1), rng.integers(-120, 10, shape)).astype(np.float32) * (drawn > -2)
     # Those of llama.cpp's K-quants: steps of 256 numbers are floats of 16 bits, denormal ones among them.
     rows = shape[0]
     steps = rng.standard_normal((rows, 1)).astype(np.float16)
@@ -320,6 +322,8 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
 STORED = [
     ("bfloat16", 32, 3, 32, 64),
     ("bfloat16", 32, 8, 32, 64),
+    ("powers", 32, 8, 16, 32),
+    ("powers", 16, 3, 16, 32),
     ("float16", 32, 8, 32, 64),
     ("steps", 32, 8, 24, 48),
     ("steps", 64, 8, 32, 64),

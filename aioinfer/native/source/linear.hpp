@@ -61,7 +61,7 @@ class Linear {
     if (format.bits == 0) return Linear(Weights<T>(data, outputs, inner, gated));
     const QuantisedShape shape(outputs, inner, format.group, format.bits, gated, format.table);
     if (format.factors < 0) return Linear(QuantisedWeights(shape, data));
-    require(format.factors / 2 <= static_cast<int64_t>(Precision::FLOAT32), "there is no such type of scales");
+    require(format.factors / 2 <= static_cast<int64_t>(Precision::POWERS), "there is no such type of scales");
     return Linear(QuantisedWeights(shape, static_cast<Precision>(format.factors / 2), format.factors % 2 != 0, data));
   }
   static int64_t bytes(int64_t outputs, int64_t inner, bool gated, Format format) {

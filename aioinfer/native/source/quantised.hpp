@@ -49,8 +49,9 @@ constexpr int LEAST_GROUP = 16;
 constexpr int64_t LONGEST_GROUP = 1 << 17;
 
 // How scales and offsets are stored: in the shortest way that has all of them. STEPS are signed numbers of 8 bits, times a
-// step that the scales of a block have in common, and another of its offsets: those of llama.cpp's K-quants.
-enum class Precision { BFLOAT16, FLOAT16, STEPS, FLOAT32 };
+// step that the scales of a block have in common, and another of its offsets: those of llama.cpp's K-quants. POWERS are
+// the 8 bits of the exponent of a power of two, or of 0.
+enum class Precision { BFLOAT16, FLOAT16, STEPS, FLOAT32, POWERS };
 // The numbers of an output in a block with steps.
 constexpr int64_t STEP_NUMBERS = 256;
 
@@ -176,7 +177,8 @@ class QuantisedWeights {
   int64_t steps_bytes() const { return precision == Precision::STEPS ? kinds() * STRIP * sizeof(float) : 0; }
   int64_t factors_bytes() const { return kinds() * STRIP * factor_bytes(); }
   int64_t factor_bytes() const {
-    return precision == Precision::FLOAT32 ? 4 : precision == Precision::STEPS ? 1 : 2;
+    if (precision == Precision::STEPS || precision == Precision::POWERS) return 1;
+    return precision == Precision::FLOAT32 ? 4 : 2;
   }
   int64_t units_bytes() const { return shape.group * STRIP * shape.bits / 8; }
   int kinds() const { return offsets ? 2 : 1; }

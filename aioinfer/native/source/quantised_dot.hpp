@@ -88,6 +88,10 @@ AIOINFER_INLINE void with_factors(const QuantisedWeights& w, const StripGroups& 
       return use([&](int lane) __attribute__((always_inline)) {
         return __builtin_convertvector(load_wider<int8_t>(at.factors + lane), Reals) * load<Reals>(at.steps + 4 * lane);
       });
+    case Precision::POWERS:
+      return use([&](int lane) __attribute__((always_inline)) {
+        return cast<Reals>(cast<Quads>(load_wider<int8_t>(at.factors + lane)) << 24 >> 1);
+      });
     case Precision::FLOAT32:
       return use([&](int lane) __attribute__((always_inline)) { return load<Reals>(at.factors + 4 * lane); });
   }

@@ -54,13 +54,14 @@ inline bool all_fit(const float* numbers, const QuantisedShape& shape, Precision
     return true;
   }
   return std::all_of(numbers, numbers + count, [&](float x) {
+    if (precision == Precision::POWERS) return (cast<uint32_t>(x) & 0x807fffffu) == 0;
     return precision == Precision::BFLOAT16 ? (cast<uint32_t>(x) & 0xffffu) == 0 : half_bits(x).has_value();
   });
 }
 
 // The shortest way to store all scales and offsets, [rows, groups] each; offsets may be null.
 inline Precision precision_of(const float* scales, const float* offsets, const QuantisedShape& shape) {
-  for (const Precision precision : {Precision::BFLOAT16, Precision::FLOAT16, Precision::STEPS})
+  for (const Precision precision : {Precision::POWERS, Precision::BFLOAT16, Precision::FLOAT16, Precision::STEPS})
     if (all_fit(scales, shape, precision) && all_fit(offsets, shape, precision)) return precision;
   return Precision::FLOAT32;
 }
@@ -125,6 +126,7 @@ void QuantisedWeights::set_factor(int64_t strip, int lane, int64_t group, int ki
     return store(at, static_cast<int8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
   }
   if (precision == Precision::FLOAT32) return store(at, value);
+  if (precision == Precision::POWERS) return store(at, static_cast<uint8_t>(cast<uint32_t>(value) >> 23));
   store(at, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
 }
 
@@ -135,6 +137,7 @@ float QuantisedWeights::factor(int64_t strip, int lane, int64_t group, int kind)
     return static_cast<float>(load<int8_t>(at)) * step;
   }
   if (precision == Precision::FLOAT32) return load<float>(at);
+  if (precision == Precision::POWERS) return cast<float>(uint32_t{load<uint8_t>(at)} << 23);
   const auto bits = load<uint16_t>(at);
   return precision == Precision::BFLOAT16 ? Number<bfloat16>::read({bits}) : of_half_bits(bits);
 }
