@@ -27,6 +27,8 @@ _SIZES = frozenset(
         *("mamba_n_heads", "mamba_num_heads", "n_embd", "n_groups", "n_head", "n_inner"),
         *("no_rope_layer_interval", "num_attention_heads", "num_global_key_value_heads"),
         *("num_key_value_heads", "ssm_state_size", "vocab_size", "vocab_size_per_layer_input"),
+        *("dim_model_base", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+        "v_head_dim",
     }
 )
 #: as well, of models with experts
@@ -63,7 +65,7 @@ _NUMBERS = frozenset(
         *("logit_scale", "logits_scaling", "low_freq_factor", "norm_eps", "norm_epsilon"),
         *("partial_rotary_factor", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps"),
         *("rope_local_base_freq", "rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor"),
-        *("ssm_in_multiplier", "ssm_out_multiplier"),
+        *("scale_depth", "scale_emb", "ssm_in_multiplier", "ssm_out_multiplier"),
     }
 )
 #: a model type, and its field that may be a list with one number for each layer

@@ -279,7 +279,7 @@ def own_implementation(config: Any) -> Family | None:
     variant. Then transformers computes the model.
 
     Raises ConfigError for an unsupported variant of a block diffusion model, which transformers lacks, too,
-    or of a model with recurrent state, which its code keeps to itself.
+    of a model with recurrent state, which its code keeps to itself, or of one with latents, which it expands.
     """
     architecture = config.architectures[0]
     model_types, family = _OWN.get(architecture, (frozenset(), None))
@@ -288,7 +288,7 @@ def own_implementation(config: Any) -> Family | None:
     unsupported_reason = family.unsupported_reason(config)
     if unsupported_reason is None:
         return family
-    if family.blocks is not None or family.recurrent(config):
+    if family.blocks is not None or family.recurrent(config) or isinstance(family, DeepSeek):
         raise ConfigError(f"model: {architecture} with {unsupported_reason} is not supported")
     return None
 

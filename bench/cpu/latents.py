@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
 from aioinfer.model.inspection import LoadOptions
@@ -81,9 +82,16 @@ def _decode(model: Any, rows: int, context: int, rounds: int) -> float:
     """Seconds of a decode of so many sequences."""
     pages = rows * context // _PAGE
     backend = choose_attention(torch.device("cpu"), model.spec.head_dims, torch.bfloat16, "native")
-    sizes = {"num_pages": pages, "page_size": _PAGE, "dtype": torch.bfloat16, "device": torch.device("cpu")}
-    attention = make_attention(backend, model.spec.kv_layers, **sizes)
-    for cells in attention._cells:  # type: ignore[attr-defined]
+    attention = make_attention(
+        backend,
+        model.spec.kv_layers,
+        num_pages=pages,
+        page_size=_PAGE,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+    assert isinstance(attention, NativeAttention)
+    for cells in attention.page_tensors:
         cells.normal_()
     table = (1 + torch.arange(pages)).view(rows, -1)
     at = torch.full((rows,), context - 1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint import gguf_further
+from tests.checkpoint import gguf_further, gguf_latents
 from tests.checkpoint.gguf_kinds import KINDS as OWN_KINDS
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_model
 
@@ -22,15 +22,15 @@ __all__ = ["EVERY", "MORE", "make_family", "write_file", "write_gguf"]
 EVERY = [
     "llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3", "smollm3-interval", "olmo2",
     "olmo3-yarn", "glm4", "phi3", "gpt2", "gpt-oss", "gemma4-shared", "qwen3.5", "lfm2-moe-unscaled",
-    "granite-hybrid-moe-still", "falcon-h1", "nemotron-h",
+    "granite-hybrid-moe-still", "falcon-h1", "nemotron-h", "deepseek-v3",
 ]  # fmt: skip
 #: further variants of them
 MORE = [
     "mixtral", "mistral3", "gemma4-keys", "gemma4-experts", "gemma4-odd", "qwen3.5-equal", "qwen3.5-moe",
     "qwen3-next-experts", "lfm2", "granite-hybrid-equal", "granite-hybrid-moe", "nemotron-h-experts",
-    *gguf_further.FAMILIES,
+    *gguf_further.FAMILIES, *gguf_latents.FAMILIES,
 ]  # fmt: skip
-KINDS = {**OWN_KINDS, **gguf_further.KINDS}
+KINDS = {**OWN_KINDS, **gguf_further.KINDS, **gguf_latents.KINDS}
 
 _SAME = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "phi3", "gpt2")
 _ARCHITECTURES = {
@@ -52,6 +52,7 @@ _ARCHITECTURES = {
     "falcon_h1": "falcon-h1",
     "nemotron_h": "nemotron_h",
     **gguf_further.ARCHITECTURES,
+    **gguf_latents.ARCHITECTURES,
 }
 #: ends of names of matrices that the converter transposes
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -97,7 +98,9 @@ _PERIODS = {"gemma2": 2, "gemma3": 6}
 
 def make_family(name: str, path: Path, **changes: Any) -> Any:
     """Write a random checkpoint of a family, with a config that is changed so; returns the model."""
-    prefix, stated = {**FAMILIES, **RECURRENT, **_FURTHER, **gguf_further.FAMILIES}[name]
+    prefix, stated = {**FAMILIES, **RECURRENT, **_FURTHER, **gguf_further.FAMILIES, **gguf_latents.FAMILIES}[
+        name
+    ]
     return make_model(prefix, {**stated, **changes}, path, seed=sum(map(ord, name)))
 
 

@@ -84,6 +84,17 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "feed_forward_length": [96, 96, 0, 0, 96, 0], "attention.head_count": 2,
         "attention.layer_norm_rms_epsilon": -1.0,
     },
+    "deepseek-v3": {
+        "attention.kv_lora_rank": 48, "attention.q_lora_rank": 16, "attention.key_length_mla": 16,
+        "attention.value_length_mla": 16, "expert_count": 7, "expert_used_count": 9,
+        "expert_shared_count": 2, "expert_feed_forward_length": 16, "expert_gating_func": 3,
+        "expert_group_count": 3, "leading_dense_block_count": 2, "block_count": 4, "rope.dimension_count": 8,
+        "attention.head_count": 3, "attention.temperature_scale": 0.1,
+    },
+    "minicpm3": {
+        "attention.kv_lora_rank": 64, "attention.q_lora_rank": 16, "attention.key_length": 32, "block_count": 4,
+        "rope.dimension_count": 8, "attention.head_count": 4, "embedding_length": 32,
+    },
     "mixtral": {
         "expert_count": 3, "expert_used_count": 5, "feed_forward_length": 64, "attention.head_count": 8,
         "attention.head_count_kv": 1,

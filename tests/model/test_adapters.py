@@ -182,6 +182,7 @@ MIXED = [
     *((name, "transformers") for name in ("qwen3", "gpt2", "phi3", *FOREIGN)),
     *((name, "native") for name in ("qwen3", "llama-biases", "phi3", "gpt2-wide", "gemma4-experts", "glm4")),
     *((name, "native") for name in ("qwen3.5", "lfm2")),
+    *(("deepseek-v3", kernels) for kernels in ("native", "sdpa")),
 ]
 
 

@@ -159,10 +159,7 @@ class DeepSeek(Family):
         normalize = not softmax and config.norm_topk_prob
         bias = None if softmax else "gate.e_score_correction_bias"
         rule = {"num_groups": groups, "top_groups": chosen, "normalize": normalize, "softmax": softmax}
-        try:
-            return source.sigmoid_rule(prefix, bias, **rule)
-        except ValueError as error:
-            raise ConfigError(f"model: {config.architectures[0]} cannot choose {error}") from error
+        return source.sigmoid_rule(prefix, bias, **rule)
 
 
 def _head_parts(
