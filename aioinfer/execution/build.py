@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from aioinfer.config import PAGE_SIZE, EngineConfig
+from aioinfer.config import PAGE_SIZE, SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
@@ -194,7 +194,7 @@ def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Engin
     if not spec.states:
         return config
     if device.type == "cuda":
-        if config.speculation == "lookup":
+        if config.speculation in SPECULATION:
             # Such steps are not captured, and take as long as many decodes that are.
             config = replace(config, speculation="off")
         free, total = torch.cuda.mem_get_info(device)

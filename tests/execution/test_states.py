@@ -16,6 +16,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.build import fitted
 from aioinfer.execution.decoding.blocks import BlockKind
 from aioinfer.execution.decoding.tokens import TokenPacker
 from aioinfer.execution.device import Progress
@@ -359,3 +360,15 @@ def test_a_diffusion_model_with_state_is_refused() -> None:
     spec = replace(SPEC, block_size=4, mask_token_id=3)
     with pytest.raises(ConfigError, match="recurrent state"):
         BlockKind(spec).fit(EngineConfig(model="running"))
+
+
+@pytest.mark.parametrize(("asked", "found"), [("lookup", "off"), ("off", "off"), ("a-model", "a-model")])
+def test_on_cuda_the_drafts_of_a_model_alone_are_verified(
+    asked: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 31))
+    config = EngineConfig(speculation=asked)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert fitted(config, Verifying.spec, cuda).speculation == found
+    assert fitted(config, Verifying.spec, cpu).speculation == asked
+    assert fitted(config, replace(SPEC, states=()), cuda).speculation == asked
