@@ -15,12 +15,15 @@ from aioinfer.checkpoint.formats import quantised_tensors
 from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.errors import ConfigError
 from tests.checkpoint.float_formats import Parts
-from tests.checkpoint.test_formats import FORMATS
+from tests.checkpoint.test_formats import FORMATS, random_weight
 
 #: formats whose files tell a damage from another matrix
-NAMES = ["bnb-nf4", "bnb-fp4", "bnb-8", "modelopt-fp4", "nvfp4", "mxfp4"]
+NAMES = [
+    *("bnb-nf4", "bnb-fp4", "bnb-8", "modelopt-fp4", "nvfp4", "mxfp4"),
+    *("gptq-3", "gptq-2", "autoround", "autoround-awq"),
+]
 #: parts that are not read
-UNREAD = {"input_scale", "input_global_scale", "weight_format"}
+UNREAD = {"input_scale", "input_global_scale", "weight_format", "g_idx"}
 #: other types of a part, as a tool could have written it
 TYPES = (torch.int32, torch.int16, torch.float64, torch.bool)
 
@@ -34,10 +37,10 @@ def of_parts(parts: Parts) -> Iterator[Parts]:
         def changed(value: torch.Tensor, name: str = name) -> Parts:
             return {**parts, name: value}
 
-        if name not in ("weight", "weight_packed"):
+        if name not in ("weight", "weight_packed", "qweight"):
             yield {each: value for each, value in parts.items() if each != name}
         if "quant_state" not in name:
-            yield from (changed(tensor.float().to(kind)) for kind in TYPES)
+            yield from (changed(tensor.float().to(kind)) for kind in TYPES if kind != tensor.dtype)
         if tensor.is_floating_point():
             yield changed(torch.full_like(tensor, float("nan")))
         yield changed(torch.stack([tensor] * 3))
@@ -72,8 +75,7 @@ def damages(name: str, parts: Parts) -> list[Parts]:
 @pytest.mark.parametrize("name", NAMES)
 def test_damaged_parts_are_one_error(tmp_path: Path, name: str) -> None:
     config, encode, _ = FORMATS[name]
-    weight = torch.randn(72, 128, generator=torch.Generator().manual_seed(1))
-    parts, made = encode(weight)
+    parts, made = encode(random_weight(name))
     file, tried = tmp_path / "model.safetensors", 0
 
     def read() -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from aioinfer.checkpoint.formats import quantised_tensors
-from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
+from aioinfer.checkpoint.tensors import FLOAT4, Rounding, SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError
 from tests.checkpoint.float_formats import compressed_fp4
 from tests.checkpoint.test_formats import FORMATS, fp8_blocks, gptq, int8, packed
@@ -67,7 +67,7 @@ def test_groups_of_modules_have_bits_and_zeros_of_their_own(
     tensors = read(tmp_path, config, q=one.parts, down=two.parts)
     torch.testing.assert_close(tensors.read(f"{Q}.weight"), one.weight)
     torch.testing.assert_close(tensors.read(f"{DOWN}.weight"), two.weight)
-    assert [tensors.rounding(f"{name}.weight") for name in (Q, DOWN)] == [(4, 32), (8, 32)]
+    assert [tensors.rounding(f"{name}.weight") for name in (Q, DOWN)] == [Rounding(4, 32), Rounding(8, 32)]
     assert tensors.quantised(f"{DOWN}.weight").rounding.bits == 8
 
 
@@ -107,7 +107,10 @@ def test_groups_of_modules_have_formats_of_their_own(tmp_path: Path, form: str) 
     torch.testing.assert_close(tensors.read(f"{Q}.weight"), four.weight)
     torch.testing.assert_close(tensors.read(f"{DOWN}.weight"), floats.weight)
     torch.testing.assert_close(tensors.read("model.layers.0.mlp.up_proj.weight"), rows.weight)
-    assert [tensors.rounding(f"{name}.weight") for name in (Q, DOWN)] == [(4, 32), (6, 16)]
+    assert [tensors.rounding(f"{name}.weight") for name in (Q, DOWN)] == [
+        Rounding(4, 32),
+        Rounding(4, 16, FLOAT4),
+    ]
     assert "norm.weight" in tensors.names
 
 
@@ -224,3 +227,20 @@ def test_fields_that_may_change_weights_are_refused_by_name(
     config, encode, _ = FORMATS[name]
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, {**config, **more}, q={"weight": weight(2)}, down=encode(weight(1)).parts)
+
+
+def test_modules_of_autoround_have_bits_of_their_own(tmp_path: Path) -> None:
+    """By name, by a pattern, and such that are not quantised."""
+    up = "model.layers.0.mlp.up_proj"
+    whole, plain = gptq(weight(3), 8), torch.ones(4, 4)
+    more = {f"{up}.{part}": tensor for part, tensor in whole.parts.items()}
+    for name in (DOWN, r".*\.mlp\.down_proj"):
+        config = {
+            "quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq",
+            "extra_config": {name: {"bits": 2}, up: {"bits": 8}, "lm_head": {"bits": 16}},
+        }  # fmt: skip
+        q, down = gptq(weight(1)), gptq(weight(2), 2)
+        tensors = read(tmp_path, config, more | {"lm_head.weight": plain}, q=q.parts, down=down.parts)
+        for module, made in ((Q, q), (DOWN, down), (up, whole)):
+            torch.testing.assert_close(tensors.read(f"{module}.weight"), made.weight)
+        assert tensors.read("lm_head.weight").equal(plain)

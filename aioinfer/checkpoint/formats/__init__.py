@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from aioinfer.checkpoint.formats.autoround import autoround
 from aioinfer.checkpoint.formats.awq import AWQ
 from aioinfer.checkpoint.formats.base import Format, NothingQuantised, QuantisedTensors
 from aioinfer.checkpoint.formats.bitsandbytes import bitsandbytes
@@ -20,6 +21,10 @@ from aioinfer.errors import ConfigError, shown
 __all__ = ["NothingQuantised", "quantised_tensors"]
 
 
+#: the name of AutoRound's method in older files
+_OLD_AUTOROUND = "intel/auto-round"
+
+
 def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, dict[str, Any]], Tensors]:
     """Reads a format that stores the weight of a module in parts."""
     return lambda tensors, config: QuantisedTensors(tensors, form(config))
@@ -27,6 +32,7 @@ def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, 
 
 #: by ``quant_method``
 _FORMATS: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
+    "auto-round": _by_modules(autoround),
     "awq": _by_modules(AWQ),
     "bitsandbytes": _by_modules(bitsandbytes),
     "compressed-tensors": _by_modules(compressed),
@@ -43,6 +49,8 @@ def quantised_tensors(tensors: Tensors, config: Any) -> Tensors:
     if not isinstance(config, dict):
         raise ConfigError(f"model: quantization_config must be an object, got {shown(config)}")
     method = config.get("quant_method")
+    if method == _OLD_AUTOROUND:
+        method = "auto-round"
     if not isinstance(method, str) or method not in _FORMATS:
         raise ConfigError(
             f"model: weights quantised by {shown(method)} are not supported: {', '.join(_FORMATS)} are, and "

@@ -49,5 +49,5 @@ class AWQ(ZeroPoints):
         values, zeros = (
             unpacked(stored.typed(part, "int32"), 4, _PLACES.__getitem__) for part in ("qweight", "qzeros")
         )
-        scales = stored.read("scales").float().T.contiguous()
+        scales = stored.floats("scales").T.contiguous()
         return values.T.contiguous(), scales, zeros.T.float()

@@ -71,6 +71,13 @@ class Stored:
             raise ConfigError(f"model: {self._name(part)} is of {found.dtype}, not {' or '.join(types)}")
         return found
 
+    def floats(self, part: str) -> torch.Tensor:
+        """A part of floats, float32. Raises ConfigError for other numbers, and for one that is not finite."""
+        found = self.typed(part, "float32", "float16", "bfloat16").float()
+        if not bool(found.isfinite().all()):
+            raise ConfigError(f"model: {self._name(part)} has numbers that are not finite")
+        return found
+
     def parts(self, *names: str) -> set[str]:
         """The full names of parts, whether they are there or not."""
         return {self._full(part) for part in names}
@@ -286,26 +293,45 @@ def _check_shape(form: Format, stored: Stored) -> None:
 
 def rounding_of_groups(bits: int, inner: int, groups: int) -> Rounding | None:
     """The rounding of rows of ``inner`` numbers in equal groups; None if no kernel multiplies it."""
-    if bits not in (4, 8) or groups < 1 or inner % groups:
+    if bits not in (2, 3, 4, 8) or groups < 1 or inner % groups:
         return None
     group = 0 if groups == 1 else inner // groups
-    return Rounding(4 if bits == 4 else 8, group) if group in _GROUPS else None
+    return Rounding(8 if bits == 8 else 4, group) if group in _GROUPS else None
 
 
 def unpacked(
     words: torch.Tensor, bits: int, order: Callable[[int], int] = lambda place: place
 ) -> torch.Tensor:
-    """The numbers in int32 words [rows, words], uint8 [rows, words * 32 / bits], the lowest bits first.
+    """The numbers in int32 words [rows, words], uint8 [rows, words * 32 / bits], the lowest bits first. Those
+    of 3 bits go on in the next word.
 
     ``order``: at which of its word's places a number of the result is.
     """
     import torch
 
     count = 32 // bits
+    if 32 % bits:
+        return _stream(words, bits)
     found = torch.empty((*words.shape, count), dtype=torch.uint8)
     for place in range(count):
         found[..., place] = (words >> (order(place) * bits)) & (2**bits - 1)
     return found.flatten(-2)
+
+
+def _stream(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers that words divide, uint8 [rows, words * 32 // bits]."""
+    import torch
+
+    rows, width = words.shape
+    places = torch.arange(width * 32 // bits) * bits
+    first, shift = places // 32, places % 32
+    after = (first + 1).clamp_max(width - 1)
+    found = torch.empty(rows, len(places), dtype=torch.uint8)
+    for part in row_slices(rows, len(places)):
+        # Of 64 bits, which have no sign.
+        wide = words[part].long() & 0xFFFFFFFF
+        found[part] = ((wide[:, first] | wide[:, after] << 32) >> shift) & (2**bits - 1)
+    return found
 
 
 def finite(stored: Stored, scales: torch.Tensor) -> torch.Tensor:

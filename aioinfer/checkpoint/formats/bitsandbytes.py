@@ -10,6 +10,7 @@
     SCB            8 bits: [outputs], the largest magnitude of each output
     weight_format  8 bits: 0 for rows in order
 
+Native kernels multiply numbers of 4 bits by a table of 8 bits, in blocks that divide a row.
 Outliers of LLM.int8 (arXiv 2208.07339) are those of activations, which are not rounded here.
 Source: https://github.com/bitsandbytes-foundation/bitsandbytes
 """
@@ -57,7 +58,7 @@ class FourBits(Format):
     def quantised(self, stored: Stored) -> bool:
         return any(map(stored.has, self.others))
 
-    def shape(self, stored: Stored) -> tuple[int, ...]:
+    def shape(self, stored: Stored) -> tuple[int, int]:
         state = self._state(stored)
         rows, inner = state["shape"]
         count, weight = rows * inner, stored.typed("weight", *_STORED)
@@ -78,9 +79,8 @@ class FourBits(Format):
         import torch
 
         state, shape = self._state(stored), self.shape(stored)
-        packed = stored.read("weight").contiguous().flatten().view(torch.uint8)
-        table, factors = _floats(stored, "weight.quant_map"), self._factors(stored, state)
-        count, block = math.prod(shape), state["blocksize"]
+        table, factors = stored.floats("weight.quant_map"), self._factors(stored, state)
+        packed, count, block = _packed(stored), math.prod(shape), state["blocksize"]
         # Pairs of numbers by their byte.
         pairs = torch.stack((table[torch.arange(256) >> 4], table[torch.arange(256) & 15]), dim=1)
         found = torch.empty(len(packed), 2)
@@ -92,6 +92,23 @@ class FourBits(Format):
         if whole < count:
             flat[whole:].mul_(factors[-1])
         return flat.view(shape)
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        (_, inner), block = self.shape(stored), self._state(stored)["blocksize"]
+        found = rounding_of_groups(4, inner, inner // block) if inner % block == 0 else None
+        table = stored.floats("weight.quant_map") * _LEVELS
+        if found is None or float(table.abs().max()) > _LEVELS:
+            return None
+        return found._replace(table=tuple(table.round().int().tolist()))
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        import torch
+
+        (rows, inner), rounding = self.shape(stored), self.rounding(stored)
+        assert rounding is not None
+        packed, scales = _packed(stored), self._factors(stored, self._state(stored)) / _LEVELS
+        values = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[: rows * inner]
+        return QuantisedMatrix(values.view(rows, inner), scales.view(rows, -1), None, rounding)
 
     def _state(self, stored: Stored) -> Mapping[str, Any]:
         """The object that describes a matrix, with two sizes and its blocks. Raises ConfigError."""
@@ -114,9 +131,9 @@ class FourBits(Format):
         import torch
 
         if _NESTED not in state:
-            return _floats(stored, "weight.absmax")
-        inner, outer = stored.typed("weight.absmax", "uint8"), _floats(stored, "weight.nested_absmax")
-        blocks, table = torch.arange(len(inner)) // state[_NESTED], _floats(stored, "weight.nested_quant_map")
+            return stored.floats("weight.absmax")
+        inner, outer = stored.typed("weight.absmax", "uint8"), stored.floats("weight.nested_absmax")
+        blocks, table = torch.arange(len(inner)) // state[_NESTED], stored.floats("weight.nested_quant_map")
         return finite(stored, table[inner.int()] * outer[blocks] + state["nested_offset"])
 
 
@@ -145,10 +162,12 @@ class EightBits(Format):
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         values = stored.typed("weight", "int8")
-        scales = _floats(stored, "SCB")[:, None] / _LEVELS
+        scales = stored.floats("SCB")[:, None] / _LEVELS
         return QuantisedMatrix(values, scales, None, Rounding(8, 0))
 
 
-def _floats(stored: Stored, part: str) -> torch.Tensor:
-    """A part of floats, float32. Raises ConfigError."""
-    return finite(stored, stored.typed(part, "float32", "float16", "bfloat16").float())
+def _packed(stored: Stored) -> torch.Tensor:
+    """The bytes of a matrix of 4 bits."""
+    import torch
+
+    return stored.read("weight").contiguous().flatten().view(torch.uint8)

@@ -35,7 +35,7 @@ from aioinfer.errors import ConfigError, shown, why
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["compressed"]
+__all__ = ["LINEAR", "Grouped", "compressed"]
 
 
 #: fields of a group, and of its weights, that are read, or that change no weight
@@ -49,7 +49,7 @@ _WEIGHTS = frozenset(
 #: of a config whose groups have formats of their own
 _SEVERAL = "mixed-precision"
 #: the class of modules whose weights are quantised
-_LINEAR = "Linear"
+LINEAR = "Linear"
 #: bound on the time of one match
 _SECONDS = 0.5
 
@@ -102,7 +102,7 @@ class Grouped(Delegating):
         else of one of all of its class. Raises ConfigError."""
         module = stored.module
         if module not in self._found:
-            fits = (module.__eq__, lambda target: _matches(target, module), _LINEAR.__eq__)
+            fits = (module.__eq__, lambda target: _matches(target, module), LINEAR.__eq__)
             found = (
                 form
                 for fit in fits
@@ -178,7 +178,7 @@ class IntQuantized(Format):
         )
 
     def _scales(self, stored: Stored, outputs: int) -> torch.Tensor:
-        scales = stored.read("weight_scale").float()
+        scales = stored.floats("weight_scale")
         return scales.expand(outputs).reshape(outputs, 1) if scales.numel() == 1 else scales.contiguous()
 
 
@@ -240,7 +240,7 @@ class PackQuantized(ZeroPoints):
 
         outputs, inner = self.shape(stored)
         values = unpacked(stored.typed("weight_packed", "int32"), self.bits)[:, :inner].contiguous()
-        scales = stored.read("weight_scale").float().contiguous()
+        scales = stored.floats("weight_scale").contiguous()
         if self.symmetric:
             return values, scales, torch.full_like(scales, 2 ** (self.bits - 1))
         packed = stored.typed("weight_zero_point", "int32").T.contiguous()

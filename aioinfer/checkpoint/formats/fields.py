@@ -54,6 +54,7 @@ _ZEROS = _COMMON | {
 }
 #: by ``quant_method``
 FIELDS: Mapping[str, frozenset[str]] = {
+    "auto-round": _ZEROS | {"extra_config", "packing_format"},
     "awq": _ZEROS,
     "bitsandbytes": _COMMON
     | {

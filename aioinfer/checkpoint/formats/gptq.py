@@ -1,6 +1,7 @@
-"""GPTQ: 4 or 8 bits in groups with scales and zeros, ``weight = scale * (q - zero)`` (arXiv 2210.17323).
+"""GPTQ: 2 to 8 bits in groups with scales and zeros, ``weight = scale * (q - zero)`` (arXiv 2210.17323).
 
-    qweight [inner * bits / 32, outputs], int32     a word has neighbours along the inner dimension
+    qweight [inner * bits / 32, outputs], int32     a word has neighbours along the inner dimension; of 3 bits
+                                                    three words have 32
     qzeros  [groups, outputs * bits / 32]           a word has neighbouring outputs; in the first version of
                                                     the format less 1 in each place
     scales  [groups, outputs]
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GPTQ"]
 
-#: 1 in each place of a word
-_ONES = {4: 0x11111111, 8: 0x01010101}
+#: 1 in each place of a word; of 3 bits places are no part of one
+_ONES = {2: 0x55555555, 3: 0, 4: 0x11111111, 8: 0x01010101}
 
 
 class GPTQ(ZeroPoints):
@@ -33,8 +34,8 @@ class GPTQ(ZeroPoints):
 
     def __init__(self, config: dict[str, Any]) -> None:
         bits = config.get("bits")
-        if bits not in (4, 8):
-            raise ConfigError(f"model: GPTQ of {shown(bits)} bits is not supported, 4 and 8 are")
+        if type(bits) is not int or bits not in _ONES:
+            raise ConfigError(f"model: GPTQ of {shown(bits)} bits is not supported, 2, 3, 4 and 8 are")
         for pattern, settings in (config.get("dynamic") or {}).items():
             # Patterns with a minus say which modules are not quantised. The tensors say so, too.
             if not pattern.startswith("-:") and any(config.get(key) != settings[key] for key in settings):
@@ -52,12 +53,13 @@ class GPTQ(ZeroPoints):
 
     def shape(self, stored: Stored) -> tuple[int, int]:
         words, outputs = stored.shape("qweight")
-        each = 32 // self.bits
-        inner, (groups, width) = words * each, stored.shape("scales")
+        inner, rest = divmod(words * 32, self.bits)
+        groups, width = stored.shape("scales")
         ordered = not stored.has("g_idx") or stored.shape("g_idx") == (inner,)
         if self._shuffled and groups > 1:
             ordered = stored.shape("g_idx") == (inner,)
-        if width != outputs or stored.shape("qzeros") != (groups, outputs // each) or not ordered:
+        zeros = groups, outputs * self.bits // 32
+        if rest or width != outputs or stored.shape("qzeros") != zeros or not ordered:
             raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return outputs, inner
 
@@ -85,7 +87,10 @@ class GPTQ(ZeroPoints):
         if not second:
             # In whole words: a place that was 0 has borrowed from the next.
             words = words + torch.tensor(_ONES[self.bits], dtype=torch.int32)
-        zeros = unpacked(words, self.bits).T.float()
+        numbers = unpacked(words, self.bits)
+        if not second and self.bits == 3:
+            numbers = (numbers + 1) & 7
+        zeros = numbers.T.float()
         if self._centred and bool((zeros != half).any()):
             raise ConfigError(f"model: {stored.module} is said to be symmetric, and its zeros are not")
-        return values, stored.read("scales").float().T.contiguous(), zeros
+        return values, stored.floats("scales").T.contiguous(), zeros
