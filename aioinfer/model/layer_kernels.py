@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+import torch
+
 from aioinfer.model.gates import Gate
 from aioinfer.model.layer import Trunk
 from aioinfer.model.linear import Linear
@@ -67,6 +69,13 @@ class LayerKernels(ABC):
         self.made.append(made := self._by_head(stored, heads))
         return made
 
+    def table(self, stored: StoredMatrix) -> torch.Tensor | Linear:
+        """Rows to be looked up: a tensor, or a linear layer if they are quantised and stay so."""
+        made = self._table(stored)
+        # Tensors are made anew for an update.
+        self.made.append(None if isinstance(made, torch.Tensor) else made)
+        return made
+
     def gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
     ) -> FeedForward:
@@ -102,6 +111,9 @@ class LayerKernels(ABC):
         """
         self.tied = head is words
         return self._decoder(spec, trunk, words, head)
+
+    def _table(self, stored: StoredMatrix) -> torch.Tensor | Linear:
+        return stored.view()
 
     @abstractmethod
     def _linear(self, stored: StoredMatrix, *, exact: bool) -> Linear: ...

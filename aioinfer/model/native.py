@@ -192,8 +192,9 @@ class NativeDecoder:
         self._keep = parts = Rekept(self._copies[0])
         self._constants(embedding, trunk.norm)
         yield parts.write
-        if embedding.per_layer is not None and not is_missing(embedding.per_layer.table):
-            yield partial(self._set_table, embedding.per_layer.table, mapped=mapped)
+        table = None if embedding.per_layer is None else embedding.per_layer.table
+        if isinstance(table, torch.Tensor) and not is_missing(table):
+            yield partial(self._set_table, table, mapped=mapped)
         for index, (layer, copies) in enumerate(zip(trunk.layers, self._copies[1:], strict=True)):
             self._keep = parts = Rekept(copies)
             arguments = self._layer(layer)
@@ -265,11 +266,14 @@ class NativeDecoder:
 
     def _per_layer_inputs(self, inputs: PerLayerInputs) -> int:
         table, size = self._table, inputs.size
-        assert table is not None
-        if table.shape[0] < self.spec.vocab_size or inputs.norm.eps != self._eps:
+        assert isinstance(table, (torch.Tensor, NativeLinear)), "native layers have no other tables"
+        whole = table if isinstance(table, torch.Tensor) else None
+        rows = table.rows if isinstance(table, NativeLinear) else len(table)
+        if rows < self.spec.vocab_size or inputs.norm.eps != self._eps:
             raise ValueError("inputs by layer for fewer tokens, or with another eps")
         arguments = PerLayerInputsArguments(
-            table=address(table, self.spec.dtype, table.numel()),
+            table=None if whole is None else address(whole, self.spec.dtype, whole.numel()),
+            words=None if isinstance(table, torch.Tensor) else self._keep.layer(table),
             projection=self._keep.layer(inputs.projection),
             norm=self._keep.floats(inputs.norm.weight, size),
             layers=inputs.layers,

@@ -77,6 +77,12 @@ class NativeLayers(LayerKernels):
     def _by_head(self, stored: StoredMatrix, heads: int) -> Linear:
         return self._packed(stored, self._rounding)
 
+    def _table(self, stored: StoredMatrix) -> torch.Tensor | Linear:
+        # Adapters do not change it.
+        if self._quantised(stored):
+            return self._made(stored, None, gated=False, weight=None)
+        return stored.view()
+
     def _gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
     ) -> FeedForward:

@@ -2,7 +2,7 @@
 
 They depend on the token alone: a row of a table, and a projection of the token's vector. The table is larger
 than the rest of a small model; on a CPU it stays in the mapped file, and only the rows of tokens that occur
-are read.
+are read. One that is quantised stays so in memory.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ __all__ = ["PerLayerInputs", "PerLayerPart"]
 class PerLayerInputs:
     """The source of the vectors of a model."""
 
-    #: [vocab_size, layers * size]; a tensor of the model's dtype is the checkpoint's own
-    table: torch.Tensor
+    #: [vocab_size, layers * size]; a tensor of the model's dtype is the checkpoint's own; a linear layer has
+    #: quantised rows, which native code reads
+    table: torch.Tensor | Linear
     #: hidden to [T, layers * size], of the vectors of tokens
     projection: Linear
     #: norm of each layer's part of the projection, [size]
@@ -34,19 +35,17 @@ class PerLayerInputs:
     table_scale: float
     projection_scale: float
     sum_scale: float
+    #: number of layers
+    layers: int
 
     @property
     def size(self) -> int:
         """Elements of one layer's vector."""
         return self.norm.weight.numel()
 
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.table.shape[1] // self.size
-
     def __call__(self, ids: torch.Tensor, vectors: torch.Tensor, operations: Operations) -> torch.Tensor:
         """[T, layers, size] of tokens [T] and their vectors [T, hidden], scaled as the residual has them."""
+        assert isinstance(self.table, torch.Tensor), "of quantised rows native code reads those of a step"
         words = F.embedding(ids, self.table) * self.table_scale
         projected = self.projection(vectors) * self.projection_scale
         _, normed = operations.add_norm(projected.view(-1, self.size), None, self.norm)

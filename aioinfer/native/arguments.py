@@ -211,6 +211,7 @@ class PerLayerInputsArguments(Arguments):
     """The inputs of layers that every token has of its own."""
 
     table: Address
+    words: Address
     projection: Address
     norm: Address
     layers: int

@@ -16,9 +16,11 @@ from aioinfer.checkpoint.files import open_checkpoint
 from aioinfer.checkpoint.formats.base import dequantised
 from aioinfer.checkpoint.gguf.file import GGUFFile
 from aioinfer.errors import ConfigError
+from aioinfer.model.updates.recipe import prepare_update
 from tests.checkpoint.gguf_models import make_family, write_file, write_gguf
 from tests.model.checkpoints import assert_greedy
-from tests.model.harness import load
+from tests.model.harness import load, require
+from tests.native.support import prompt_logits
 from tests.tiers import SECONDS, rest
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [9, 2]]
@@ -218,3 +220,26 @@ def test_a_gate_of_one_row_may_have_lost_it(tmp_path: Path) -> None:
     flat = {name: tensor[0] if "inp_shexp" in name else tensor for name, tensor in tensors.items()}
     write_file(tmp_path / "flat.gguf", metadata, "qwen35moe", flat)
     assert_greedy(tmp_path / "flat.gguf", PROMPTS, 6, oracle)
+
+
+def test_a_quantised_table_of_inputs_by_layer_stays_so(tmp_path: Path) -> None:
+    """Native code reads from it the rows of a step's tokens."""
+    require("native")
+    make_family("gemma4-shared", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    metadata, tensors = contents(GGUFFile(tmp_path / "m.gguf"))
+    kind, name = gguf.GGMLQuantizationType.Q8_0, "per_layer_token_embd.weight"
+    rounded = gguf.quants.quantize(tensors[name], kind)
+    write_file(tmp_path / "q.gguf", metadata, "gemma4", {**tensors, name: (rounded, kind)})
+    write_file(tmp_path / "wide.gguf", metadata, "gemma4", {**tensors, name: gguf.dequantize(rounded, kind)})
+    models = [load(tmp_path / file, kernels="native") for file in ("q.gguf", "wide.gguf")]
+    assert "8 bits as they are stored" in models[0].spec.layer_reason
+    assert torch.equal(*map(prompt_logits, models))
+    # Other weights, as they are stored.
+    other = {part: tensor[::-1].copy() if part == name else tensor for part, tensor in tensors.items()}
+    rounded = gguf.quants.quantize(other[name], kind)
+    write_file(tmp_path / "other.gguf", metadata, "gemma4", {**other, name: (rounded, kind)})
+    prepare_update(models[0], tmp_path / "other.gguf", lambda: None).install()
+    fresh = load(tmp_path / "other.gguf", kernels="native")
+    assert torch.equal(prompt_logits(models[0]), prompt_logits(fresh))
+    assert not torch.equal(prompt_logits(fresh), prompt_logits(models[1]))

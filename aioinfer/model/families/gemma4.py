@@ -30,11 +30,12 @@ from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.norm import Norm
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
+from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["Gemma4"]
 
 #: name of the table of inputs by layer
-_TABLE = "model.embed_tokens_per_layer.weight"
+_TABLE = "model.embed_tokens_per_layer"
 _WINDOW, _GLOBAL = "sliding_attention", "full_attention"
 #: tensors of keys and values that checkpoints may have for layers that share them
 _KV_TENSORS = (
@@ -79,7 +80,7 @@ class Gemma4(Family):
         return frozenset(range(config.num_hidden_layers))
 
     def tables(self, config: Any) -> frozenset[str]:
-        return frozenset({_TABLE}) if _per_layer_size(config) else frozenset()
+        return frozenset({f"{_TABLE}.weight"}) if _per_layer_size(config) else frozenset()
 
     def layer(self, source: Source, index: int) -> Layer:
         prefix = f"model.layers.{index}"
@@ -111,12 +112,13 @@ class Gemma4(Family):
         projection = source.linear(["model.per_layer_model_projection"], [layers * size], hidden, bias=False)
         norm = source.weights.take("model.per_layer_projection_norm.weight", (size,), dtype=torch.float32)
         inputs = PerLayerInputs(
-            table=source.weights.take(_TABLE, (words, layers * size)),
+            table=source.kernels.table(StoredMatrix(source.weights, [_TABLE], [words], layers * size)),
             projection=projection,
             norm=Norm(norm, config.rms_norm_eps),
             table_scale=_root(size, dtype),
             projection_scale=hidden**-0.5,
             sum_scale=2.0**-0.5,
+            layers=layers,
         )
         return Embedding(scale=scale, per_layer=inputs)
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol, cast
 
+import torch
+
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.slots import AdaptedLinear
 from aioinfer.model.float8_linear import Float8Linear
@@ -69,6 +71,13 @@ class Rewriting(LayerKernels):
 
     def _by_head(self, stored: StoredMatrix, heads: int) -> Linear:
         return self._linear(stored, exact=False)
+
+    def _table(self, stored: StoredMatrix) -> torch.Tensor | Linear:
+        made: Linear | None = next(self._recorded)
+        if made is None:
+            return stored.view()
+        self._write(made, stored)
+        return made
 
     def _gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool

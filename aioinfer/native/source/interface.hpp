@@ -200,7 +200,8 @@ struct AttendArguments {
 // The inputs of layers that every token has of its own; see per_layer.hpp. All pointers are kept.
 template <class T>
 struct PerLayerInputsArguments {
-  const T* table;               // [vocabulary, layers * size]
+  const T* table;               // [vocabulary, layers * size], or null
+  const Linear<T>* words;       // the same as quantised weights, or null
   const Linear<T>* projection;  // hidden to layers * size
   const float* norm;            // [size]
   int64_t layers, size;

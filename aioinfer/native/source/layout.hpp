@@ -69,8 +69,8 @@ inline std::string layout() {
                     norm, value_norm, shared, cos, sin, rotary_dim, kv_pool, page_size, num_pages, tokens, rows,
                     slot_mapping, cu_q, kv_len, block_table, table_width, ends, window, block, spans, scale, soft_cap,
                     sinks, norm_eps, out)
-  AIOINFER_TEMPLATE(PerLayerInputsArguments, table, projection, norm, layers, size, table_scale, projection_scale,
-                    sum_scale)
+  AIOINFER_TEMPLATE(PerLayerInputsArguments, table, words, projection, norm, layers, size, table_scale,
+                    projection_scale, sum_scale)
   AIOINFER_TEMPLATE(PerLayerArguments, gate, out, function, post_norm)
   AIOINFER_PLAIN(DualArguments, router_norm, experts_norm, dense_post_norm, experts_post_norm)
   AIOINFER_TEMPLATE(DecoderArguments, embedding, words, embedding_scale, position_embedding, norm, norm_bias, head,

@@ -338,8 +338,8 @@ void* NAMED(decoder)(const DecoderArguments<T>* a) {
     const Embedding<T> embedding{a->embedding, a->words, a->embedding_scale, a->position_embedding};
     PerLayerSource<T> by_layer{};
     if (const auto* b = a->per_layer)
-      by_layer = {b->table, b->projection, {b->norm, nullptr}, b->layers, b->size, b->table_scale, b->projection_scale,
-                  b->sum_scale};
+      by_layer = {b->table,           b->words, b->projection, {b->norm, nullptr}, b->layers, b->size, b->table_scale,
+                  b->projection_scale, b->sum_scale};
     return new Decoder<T>(embedding, {a->norm, a->norm_bias}, a->head, a->positions, a->hidden, a->norm_eps,
                           a->logit_scale, a->logit_cap, by_layer);
   });
@@ -420,9 +420,7 @@ bool NAMED(set_residual_scale)(void* decoder, int64_t layer, float scale) {
 
 bool NAMED(set_table)(void* decoder, const void* table) {
   return guarded(false, [&] {
-    auto& inputs = static_cast<Decoder<T>*>(decoder)->per_layer();
-    require(inputs.any() && table != nullptr, "the model has no such table");
-    inputs.set_table(static_cast<const T*>(table));
+    static_cast<Decoder<T>*>(decoder)->per_layer().set_table(static_cast<const T*>(table));
     return true;
   });
 }

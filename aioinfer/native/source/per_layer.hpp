@@ -18,17 +18,23 @@ namespace aioinfer {
 // Where the values of a model come from.
 template <class T>
 struct PerLayerSource {
-  const T* table;               // [vocabulary, layers * size]; null: the model has no such inputs
+  const T* table;               // [vocabulary, layers * size], or null
+  const Linear<T>* words;       // the same as quantised weights; null, too: the model has no such inputs
   const Linear<T>* projection;  // of the vectors of tokens, to layers * size
   Norm norm;                    // of each of these parts, [size]
   int64_t layers, size;
   float table_scale, projection_scale, sum_scale;
 
+  bool any() const { return table != nullptr || words != nullptr; }
+
   // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``.
   void check(int64_t hidden) const {
+    require(table == nullptr || words == nullptr, "inputs by layer from two tables");
     require(layers > 0 && size > 0 && size % SUM_LANES == 0, "the size of inputs by layer is no multiple of a vector");
     require(projection != nullptr && norm.weight != nullptr, "inputs by layer without a projection or its norm");
     require_size(*projection, layers * size, hidden);
+    require(words == nullptr || (words->quantised() != nullptr && words->inner == layers * size),
+            "a table of inputs by layer that is not quantised, or of another size");
   }
 };
 
@@ -42,7 +48,7 @@ struct PerLayerPart {
 
   void check(const PerLayerSource<T>& source, size_t index, int64_t hidden) const {
     if (gate == nullptr) return;
-    require(source.table != nullptr && static_cast<int64_t>(index) < source.layers, "a layer has no inputs of its own");
+    require(source.any() && static_cast<int64_t>(index) < source.layers, "a layer has no inputs of its own");
     require(out != nullptr && post_norm.weight != nullptr, "inputs by layer without their product or its norm");
     aioinfer::check(function, false);
     require_size(*gate, source.size, hidden);
@@ -57,13 +63,17 @@ class PerLayerInputs {
   explicit PerLayerInputs(const PerLayerSource<T>& source) : source_(source) {}
 
   const PerLayerSource<T>& source() const { return source_; }
-  bool any() const { return source_.table != nullptr; }
-  void set_table(const T* table) { source_.table = table; }
+  bool any() const { return source_.any(); }
+  void set_table(const T* table) {
+    require(source_.table != nullptr && table != nullptr, "the model has no such table");
+    source_.table = table;
+  }
   int64_t width() const { return source_.layers * source_.size; }
 
   void reserve(int64_t tokens, InputBuffer<T>& inputs) {
     if (!any()) return;
     grow(values_, tokens * width());
+    if (source_.words != nullptr) grow(rows_, tokens * width());
     inputs.reserve(*source_.projection, tokens);
   }
 
@@ -77,9 +87,14 @@ class PerLayerInputs {
       T* to = values_.data() + place.row * width();
       put_pair(to, panel, width(), rounded<T>(one) * scale, rounded<T>(other) * scale);
     });
+    if (source_.words != nullptr)
+      worker.parallel_in_runs(
+          tokens, [&](int64_t token) { source_.words->quantised()->read(ids[token], rows_.data() + token * width()); });
     worker.parallel_in_runs(tokens * source_.layers, [&](int64_t i) {
       T* to = values_.data() + i * source_.size;
-      const T* word = source_.table + ids[i / source_.layers] * width() + i % source_.layers * source_.size;
+      const int64_t token = i / source_.layers;
+      const T* row = source_.words == nullptr ? source_.table + ids[token] * width() : rows_.data() + token * width();
+      const T* word = row + i % source_.layers * source_.size;
       normed(source_.norm, to, source_.size, eps, [&](int64_t at, Floats value) {
         const Floats other = rounded<T>(Number<T>::load_lanes(word + at) * source_.table_scale);
         Number<T>::store_lanes(to + at, rounded<T>(rounded<T>(value) + other) * source_.sum_scale);
@@ -114,6 +129,7 @@ class PerLayerInputs {
 
   PerLayerSource<T> source_;
   std::vector<T> values_;
+  std::vector<T> rows_;  // [tokens, layers * size] of a quantised table
 };
 
 }  // namespace aioinfer
