@@ -76,12 +76,10 @@ class LayerKernels(ABC):
         self.made.append(None if isinstance(made, torch.Tensor) else made)
         return made
 
-    def gated_mlp(
-        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
-    ) -> FeedForward:
+    def gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         """A dense feed-forward part, from ``gate_up`` [2 * middle, hidden], the rows of gate first, and
-        ``down`` [hidden, middle]; ``shared``: it is the shared expert of a mixture."""
-        self.made.append(made := self._gated_mlp(gate_up, down, gate, shared=shared))
+        ``down`` [hidden, middle]."""
+        self.made.append(made := self._gated_mlp(gate_up, down, gate))
         return made
 
     def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
@@ -122,9 +120,7 @@ class LayerKernels(ABC):
     def _by_head(self, stored: StoredMatrix, heads: int) -> Linear: ...
 
     @abstractmethod
-    def _gated_mlp(
-        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
-    ) -> FeedForward: ...
+    def _gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward: ...
 
     @abstractmethod
     def _plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward: ...

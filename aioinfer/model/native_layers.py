@@ -83,9 +83,7 @@ class NativeLayers(LayerKernels):
             return self._made(stored, None, gated=False, weight=None)
         return stored.view()
 
-    def _gated_mlp(
-        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
-    ) -> FeedForward:
+    def _gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         both = self._packed(gate_up, self._rounding, gated=True)
         return NativeMLP(both, self._packed(down, self._rounding), gate)
 

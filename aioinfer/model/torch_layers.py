@@ -59,9 +59,7 @@ class TorchLayers(LayerKernels):
     def _by_head(self, stored: StoredMatrix, heads: int) -> Linear:
         return HeadsLinear(stored.load(), heads)
 
-    def _gated_mlp(
-        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
-    ) -> FeedForward:
+    def _gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         return GatedMLP(self._linear(gate_up), self._linear(down), gate, self.operations)
 
     def _plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:

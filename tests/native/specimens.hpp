@@ -60,7 +60,7 @@ struct Model {
     };
     const Embedding<T> words{embedding.data(), nullptr, 2.0f, learned.data()};
     decoder = std::make_unique<Decoder<T>>(words, Norm{norm.data(), norm.data()}, pack(VOCABULARY, HIDDEN, false, 9),
-                                           POSITIONS, HIDDEN, 1e-6f, 30.0f,
+                                           POSITIONS, HIDDEN, 1e-6f, 1.0f, 30.0f,
                                            PerLayerSource<T>{table.data(), pack(LAYERS * INPUT, HIDDEN, false, 90),
                                                              {norm.data(), nullptr}, LAYERS, INPUT, 4.0f, 0.2f, 0.7f});
     // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, gated results,
@@ -165,8 +165,8 @@ struct Model {
     auto delta_state = floats<T>(CELLS * DELTA_SHAPE.state_size(), 92);
     void* const states[] = {conv_state.data(), delta_inputs.data(), delta_state.data()};
     const auto count = static_cast<int64_t>(chosen.size());
-    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), LAYERS, PAGE, PAGES, {read, write, CELLS}, states, 3,
-                            count, chosen.data(), logits.data(), adapters, 0, nullptr, nullptr},
+    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), LAYERS, PAGE, PAGES, {read, write, CELLS}, states,
+                            nullptr, 3, count, chosen.data(), logits.data(), adapters, 0, nullptr, nullptr},
                      seconds);
     logits.insert(logits.end(), delta_state.begin(), delta_state.end());
     return logits;

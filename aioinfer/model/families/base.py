@@ -102,16 +102,15 @@ class Source:
         gate: Gate = "silu",
         *,
         bias: bool = False,
-        shared: bool = False,
         names: tuple[str, ...] = GATE_UP_DOWN,
     ) -> FeedForward:
-        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``shared``: it is the
-        shared expert of a mixture; ``names``: of the tensors of gate, up and down, or of both and down."""
+        """The dense feed-forward part under ``prefix``, of ``middle`` inner dimensions; ``names``: of the
+        tensors of gate, up and down, or of both and down."""
         weights, hidden = self.weights, self.config.hidden_size
         both, rows = [f"{prefix}.{name}" for name in names[:-1]], [2 * middle // (len(names) - 1)]
         gate_up = StoredMatrix(weights, both, rows * len(both), hidden, bias=bias)
         down = StoredMatrix(weights, [f"{prefix}.{names[-1]}"], [hidden], middle, bias=bias)
-        return self.kernels.gated_mlp(gate_up, down, gate, shared=shared)
+        return self.kernels.gated_mlp(gate_up, down, gate)
 
     def plain_mlp(
         self, prefix: str, names: tuple[str, str], middle: int, gate: Gate, *, bias: bool

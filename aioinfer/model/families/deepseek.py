@@ -148,7 +148,7 @@ class DeepSeek(Family):
         shared = None
         if config.n_shared_experts:
             middle = config.moe_intermediate_size * config.n_shared_experts
-            shared = source.gated_mlp(f"{prefix}.shared_experts", middle, shared=True)
+            shared = source.gated_mlp(f"{prefix}.shared_experts", middle)
         return source.sparse(self._rule(source, prefix), f"{prefix}.experts", shared)
 
     def _rule(self, source: Source, prefix: str) -> GroupedSigmoidRouter:

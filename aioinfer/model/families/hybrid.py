@@ -182,7 +182,7 @@ class GraniteHybrid(Bamba):
             # GGUF files have gate and up in two tensors.
             names = GATE_UP_DOWN
         middle = config.shared_intermediate_size
-        shared = source.gated_mlp(f"{at}.shared_mlp", middle, shared=sparse, names=names)
+        shared = source.gated_mlp(f"{at}.shared_mlp", middle, names=names)
         return self._experts(source, f"{at}.block_sparse_moe", shared) if sparse else shared
 
     def _experts(self, source: Source, at: str, shared: FeedForward) -> FeedForward:

@@ -75,7 +75,7 @@ class LLaDA2(Family):
         middle, count = config.moe_intermediate_size, config.num_shared_experts
         shared = None
         if count:
-            shared = source.gated_mlp(f"{prefix}.shared_experts", middle * count, shared=True)
+            shared = source.gated_mlp(f"{prefix}.shared_experts", middle * count)
         return source.sparse(_rule(source, prefix), f"{prefix}.experts", shared)
 
 

@@ -103,7 +103,7 @@ class Mixture(LlamaLike):
         # GGUF files have gate and up apart.
         names = self.shared_names
         names = names if f"{prefix}.{names[0]}.weight" in source.weights else GATE_UP_DOWN
-        expert = source.gated_mlp(prefix, middle, shared=True, names=names)
+        expert = source.gated_mlp(prefix, middle, names=names)
         gate = f"{prefix}_gate.weight"
         if own(source.config, "shared_expert_intermediate_size") is None:
             return expert

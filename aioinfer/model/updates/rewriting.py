@@ -79,9 +79,7 @@ class Rewriting(LayerKernels):
         self._write(made, stored)
         return made
 
-    def _gated_mlp(
-        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
-    ) -> FeedForward:
+    def _gated_mlp(self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         made = next(self._recorded)
         self._write(made.gate_up, gate_up)
         self._write(made.down, down)
