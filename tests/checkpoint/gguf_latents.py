@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gguf
 import torch
 
 from tests.checkpoint.gguf_kinds import Kind
@@ -41,15 +42,12 @@ def _deepseek2(writer: Any, config: dict[str, Any]) -> None:
     if config["model_type"] == "youtu":
         return
     sigmoids = config["model_type"] != "deepseek_v2"
-    writer.add_expert_count(config["n_routed_experts"])
-    writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_expert_shared_count(config["n_shared_experts"])
-    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_leading_dense_block_count(config.get("first_k_dense_replace", 1))
     if sigmoids:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_gating_func(2)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if groups := config["n_group"]:
         writer.add_expert_group_count(groups)
         writer.add_expert_group_used_count(config["topk_group"])
