@@ -198,14 +198,14 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         {**_CONV, "layer_types": _CONV_TYPES, "num_dense_layers": 1, "num_experts": 6,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}),
     "qwen3.5": ("Qwen3_5", _DELTA),
-    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1], "mamba_n_groups": 2}),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "granite-hybrid": ("GraniteMoeHybrid",
         {**_MAMBA, **_GRANITE, "layer_types": _MAMBA_TYPES, "num_local_experts": 0,
         "shared_intermediate_size": 96, "tie_word_embeddings": True}),
     # Experts beside the dense part, and rotations.
     "granite-hybrid-moe": ("GraniteMoeHybrid",
         {**_MAMBA, **_GRANITE, "layer_types": _MAMBA_TYPES, "num_local_experts": 6, "num_experts_per_tok": 2,
-        "intermediate_size": 32, "shared_intermediate_size": 48, "mamba_n_groups": 2,
+        "intermediate_size": 32, "shared_intermediate_size": 48,
         "position_embedding_type": "rope"}),
     # A layer without a feed-forward part, and one with a state space at the end.
     "nemotron-h": ("NemotronH",
