@@ -51,7 +51,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 @nightly(SIMULATION)
 @pytest.mark.native
 @pytest.mark.parametrize("kernels", ["native", "sdpa"])
-@pytest.mark.parametrize("kind", grid(["lfm2", "qwen3.5"], ["lfm2-moe", "qwen3.5-moe", "qwen3-next"]))
+@pytest.mark.parametrize(
+    "kind",
+    grid(
+        ["lfm2", "qwen3.5"],
+        ["lfm2-moe", "qwen3.5-moe", "qwen3-next", "granite-hybrid-moe", "falcon-h1", "nemotron-h"],
+    ),
+)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_outputs_are_those_without_drafts(sampler: str, kind: str, kernels: str, model: Model) -> None:
     """With windows, page sizes, chunks, snapshots and retraction. Native kernels give the same bits."""

@@ -30,7 +30,7 @@ PAGE = 8
 SOME = [
     *("qwen3", "llama-biases", "phi3", "glm4", "gpt2", "gemma3", "gemma4-keys", "gemma4-shared"),
     *("qwen3-moe", "gpt-oss", "lfm2", "qwen3.5", "qwen3-next", "smollm3", "olmo2", "granite", "cohere2"),
-    *("gpt-neox", "opt", "ernie4.5-moe"),
+    *("gpt-neox", "opt", "ernie4.5-moe", "falcon-h1"),
 ]
 #: of transformers' own code
 FOREIGN = ["persimmon", "opt-350m", "cohere-norms", "llama-rope-dynamic"]
@@ -181,7 +181,7 @@ MIXED = [
     *((name, "sdpa") for name in SOME),
     *((name, "transformers") for name in ("qwen3", "gpt2", "phi3", *FOREIGN)),
     *((name, "native") for name in ("qwen3", "llama-biases", "phi3", "gpt2-wide", "gemma4-experts", "glm4")),
-    *((name, "native") for name in ("qwen3.5", "lfm2")),
+    *((name, "native") for name in ("qwen3.5", "lfm2", "falcon-h1", "nemotron-h")),
     *(("deepseek-v3", kernels) for kernels in ("native", "sdpa")),
 ]
 

@@ -29,7 +29,7 @@ KINDS = [
     *("llama-gqa-tied", "llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "mixtral", "gpt2-wide"),
     *("glm4", "gpt-oss", "gemma2", "gemma4-shared", "gemma4-keys", "gemma4-experts"),
     *("lfm2-biases", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "granite", "cohere2", "opt", "ernie4.5-moe"),
-    "deepseek-v3",
+    *("deepseek-v3", "falcon-h1", "nemotron-h-moe"),
 ]
 
 
