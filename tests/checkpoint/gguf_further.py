@@ -96,7 +96,8 @@ def _placed(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[st
     for name, stored in tensors.items():
         tensor = stored
         if "query_key_value" in name:
-            tensor = tensor.unflatten(0, (config["num_attention_heads"], 3, -1)).transpose(0, 1).flatten(0, 2)
+            heads = tensor.view(config["num_attention_heads"], 3, -1, *tensor.shape[1:])
+            tensor = heads.transpose(0, 1).reshape(tensor.shape)
         if config["model_type"] == "nemotron" and name.endswith("norm.weight"):
             tensor = tensor + 1
         if "input_linear" in name:

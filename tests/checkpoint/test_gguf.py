@@ -309,7 +309,9 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not state llama\.attention\.head_count"):
         GGUFCheckpoint(file).config()
     write_file(file, {}, "mamba")
-    with pytest.raises(ConfigError, match=r"architecture 'mamba' are not supported: .*qwen2, qwen3"):
+    with pytest.raises(
+        ConfigError, match=r"architecture 'mamba' are not supported: .*qwen2, qwen2moe, qwen3"
+    ):
         GGUFCheckpoint(file).config()
 
 

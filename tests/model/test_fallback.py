@@ -149,18 +149,18 @@ def test_a_lost_state_is_seen_in_logits_however_little_it_changes(
 def test_what_begins_behind_the_longest_block_of_the_config_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: int
 ) -> None:
-    from transformers.models.arcee import modeling_arcee
+    from transformers.models.persimmon import modeling_persimmon
 
-    eager = modeling_arcee.eager_attention_forward
+    eager = modeling_persimmon.eager_attention_forward
 
     def other_behind(*args: Any, **options: Any) -> Any:
         """Attention that is another one for the tokens behind the first 40."""
         result, weights = eager(*args, **options)
         return torch.cat([result[:, :40], result[:, 40:] * 2], dim=1), weights
 
-    monkeypatch.setattr(modeling_arcee, "eager_attention_forward", other_behind)
-    config = transformers.ArceeConfig(**{**SMALL, "max_position_embeddings": 96}, index_block_size=stated)
-    transformers.ArceeForCausalLM(config).save_pretrained(tmp_path)
+    monkeypatch.setattr(modeling_persimmon, "eager_attention_forward", other_behind)
+    config = transformers.PersimmonConfig(**{**SMALL, "max_position_embeddings": 96}, index_block_size=stated)
+    transformers.PersimmonForCausalLM(config).save_pretrained(tmp_path)
     if stated > 40:  # so long a prompt is not computed for a check
         assert isinstance(load(tmp_path), TransformersLM)
         return
