@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import isnan, prod
 from typing import Any, NamedTuple
@@ -135,6 +136,7 @@ class NativeDecoder:
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
         #: the vectors of tokens in their stored form, and the head
         self._words, self._head = words if isinstance(words, NativeLinear) else kept, head
+        self._vectors_at = vectors
         #: copies of small tensors, for the constants and for each layer
         self._copies = [self._keep.copies]
         places: dict[int, tuple[int, int]] = {}
@@ -363,6 +365,23 @@ class NativeDecoder:
         if self._scale != 1.0:
             logits = logits * self._scale
         return (logits / cap).tanh() * cap if cap else logits
+
+    def beside(self, trunk: Trunk, positions: int) -> NativeDecoder | None:
+        """A decoder of other layers, which know so many positions, over the vectors of tokens and the head of
+        this one; None where its parts are not all native."""
+        native = all(layer.mlp is None or parts_of(layer.mlp) for layer in trunk.layers)
+        norms = [norm for layer in trunk.layers for norm in (layer.mixer_norm, layer.mlp_norm) if norm]
+        if not native or any(norm.eps != trunk.norm.eps for norm in norms):
+            return None
+        words: NativeLinear | MappedMemory
+        if isinstance(self._words, NativeLinear):
+            words = self._words
+        else:
+            assert self._vectors_at is not None
+            size = self.spec.vocab_size * self.spec.hidden_size * self.spec.dtype.itemsize
+            words = MappedMemory(self._vectors_at, size, self._words)
+        spec = replace(self.spec, num_layers=len(trunk.layers), max_model_len=positions, states=())
+        return NativeDecoder(self._stack.pool, spec, trunk, words, self._head)
 
     def _rotary(self, batch: Batch) -> Rotary | None:
         """The factors of the tokens, where these have three positions each; None: those of the layers."""

@@ -24,12 +24,15 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
-from aioinfer.model.layer import Layer
+from aioinfer.model.layer import Embedding, Layer, Trunk
 from aioinfer.model.mixers.base import MixerStep
+from aioinfer.model.mixers.latent_attention import LatentAttention
 from aioinfer.model.mixers.self_attention import SelfAttention
+from aioinfer.model.native import NativeDecoder
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.spec import ModelSpec
+from aioinfer.model.vision.base import Features
 
 __all__ = ["DraftHead", "Target"]
 
@@ -85,13 +88,24 @@ class DraftHead:
         shapes: list[KVShape] = []
         for layer in layers:
             plain = layer is not None and layer.mlp is not None and not layer.parallel
-            if not plain or layer is None or not isinstance(layer.mixer, SelfAttention):
+            if not plain or layer is None or not isinstance(layer.mixer, SelfAttention | LatentAttention):
                 raise ConfigError("its layers are of a kind that cannot draft yet")
             layer.mixer.kv_layer = len(target.spec.kv_layers) + len(shapes)
             shapes.append(layer.mixer.kv)
             self._layers.append(layer)
         #: behind those of the model
         self.kv_layers = tuple(shapes)
+        #: computes drafts in one call; None: layer by layer
+        self._decoder: NativeDecoder | None = None
+        if isinstance(target, NativeDecoder) and self._layers[0].mixer_norm is not None:
+            trunk = Trunk(Embedding(), self._layers, norm, None)
+            self._decoder = target.beside(trunk, positions)
+            self._behind = torch.tensor([len(self._layers) + 1])
+        latent = any(isinstance(layer.mixer, LatentAttention) for layer in self._layers)
+        if latent and isinstance(target, NativeDecoder) and self._decoder is None:
+            raise ConfigError("its layers attend to latents, and are not all native")
+        #: entries are made by all of the layer
+        self._whole = latent and self._decoder is not None
         self._ropes = {id(rope): rope for layer in layers if layer and (rope := layer.mixer.rope)}
 
     def features(self, captured: torch.Tensor) -> torch.Tensor:
@@ -102,6 +116,9 @@ class DraftHead:
         """Make the entries of positions, which ``batch`` has as rows of one token each; ``ids``: the tokens
         that follow them, [N]."""
         hidden, normed = self._inputs(ids, features)
+        if self._whole:
+            self._at_once(hidden, batch, attention)
+            return
         if normed is None:
             normed = self._normed(hidden, self._layers[0].mixer_norm)
         self._layers[0].mixer(normed, self._step(batch, attention))
@@ -112,6 +129,9 @@ class DraftHead:
         """Make entries as :meth:`store` does, and return what :meth:`logits` reads of each, and its
         features."""
         hidden, normed = self._inputs(ids, features)
+        if self._decoder is not None:
+            normed = self._at_once(hidden, batch, attention)
+            return normed, normed
         hidden = self._through(hidden, self._step(batch, attention), normed)
         normed = self._normed(hidden, self._norm)
         return normed, self._next_features(hidden, normed)
@@ -123,6 +143,16 @@ class DraftHead:
     def _inputs(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual in front of the first layer, and what its mixer reads if that is not its norm."""
         raise NotImplementedError
+
+    def _at_once(self, hidden: torch.Tensor, batch: Batch, attention: Attention) -> torch.Tensor:
+        """The normed residual behind all layers, by one call."""
+        assert self._decoder is not None
+        tokens = torch.arange(len(hidden))
+        batch.input_ids, batch.logits_rows = tokens * 0, tokens[:0]
+        batch.features, batch.places = Features(tokens, hidden.unsqueeze(0)), self._behind
+        self._decoder.forward(batch, attention)
+        assert batch.captured is not None
+        return batch.captured
 
     def _next_features(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed

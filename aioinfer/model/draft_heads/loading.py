@@ -151,9 +151,10 @@ def _weights(
 
 def _kernels(family: Family, config: Any, target: Target, options: LoadOptions) -> LayerKernels:
     spec, device = target.spec, options.device
+    wanted, latent = options.kernels, spec.latent
     heads = frozenset(kv.head_dim for kv in family.kv_layers(config)) or spec.head_dims
-    attention = choose_attention(device, heads | spec.head_dims, spec.dtype, options.kernels)
-    if attention.name != choose_attention(device, spec.head_dims, spec.dtype, options.kernels).name:
+    attention = choose_attention(device, heads | spec.head_dims, spec.dtype, wanted, latent=latent)
+    if attention.name != choose_attention(device, spec.head_dims, spec.dtype, wanted, latent=latent).name:
         raise ConfigError(f"the model's attention kernels have no heads of {max(heads)}")
     layers, experts = choose_layers(attention, family.inner_sizes(config)), None
     if (shape := expert_shape(family, config)) is not None:

@@ -67,11 +67,13 @@ class Mixture(LlamaLike):
     def unread(self, config: Any, name: str) -> bool:
         """Whether a tensor belongs to the layers that predict further tokens, behind the others, or to a
         shared expert of no size."""
-        if self.shared is not None and f"{self.shared}." in name.replace("_gate.", "."):
-            return not self._shared_middle(config)
-        count = (own(config, "num_nextn_predict_layers") or 0) + config.num_hidden_layers
+        # Of some configs the class has no such field, and files have it.
+        count = (getattr(config, "num_nextn_predict_layers", None) or 0) + config.num_hidden_layers
         later = range(config.num_hidden_layers, count)
-        return name.startswith(tuple(f"model.layers.{index}." for index in later))
+        if name.startswith(tuple(f"model.layers.{index}." for index in later)):
+            return True
+        shared = self.shared is not None and f"{self.shared}." in name.replace("_gate.", ".")
+        return shared and not self._shared_middle(config)
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         if index not in self.sparse_layers(source.config):
