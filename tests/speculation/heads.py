@@ -14,7 +14,15 @@ from aioinfer.config import EngineConfig
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_model
 
 Tensors = dict[str, torch.Tensor]
-KINDS = ("mtp", "mtp-moe", "eagle3", "dflash")
+KINDS = ("mtp", "mtp-moe", "mtp-glm", "mtp-deepseek", "eagle3", "dflash")
+_GLM: tuple[str, dict[str, Any]] = (
+    "Glm4Moe",
+    {
+        "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 3, "first_k_dense_replace": 1,
+        "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "use_qk_norm": True,
+    },
+)  # fmt: skip
 BUNDLED = EngineConfig().model_path
 #: that of the bundled tokenizer
 VOCAB = 864
@@ -33,7 +41,11 @@ def make(kind: str, folder: Path, seed: int = 0, *, recurrent: bool = False) -> 
     """A random model with a tokenizer, and a random head of a kind."""
     model = folder / "model"
     changes: dict[str, Any] = {"vocab_size": VOCAB, "eos_token_id": 1, "max_position_embeddings": 512}
-    if kind.startswith("mtp"):
+    if kind in ("mtp-glm", "mtp-deepseek"):
+        prefix, shape = _GLM if kind == "mtp-glm" else FAMILIES["deepseek-v3"]
+        make_model(prefix, {**shape, **changes}, model, seed=seed)
+        add_layer_behind(model, seed)
+    elif kind.startswith("mtp"):
         prefix, shape = RECURRENT["qwen3-next" if kind == "mtp-moe" else "qwen3.5"]
         if not recurrent:
             changes["layer_types"] = ["full_attention"] * len(shape["layer_types"])
@@ -72,6 +84,28 @@ def add_mtp(folder: Path, seed: int = 0) -> None:
     tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
     save_file(tensors, file, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+
+
+def add_layer_behind(folder: Path, seed: int = 0) -> None:
+    """Give a model of GLM-4.5 or DeepSeek-V3 an MTP layer, like its last layer."""
+    torch.manual_seed(seed)
+    file = folder / "model.safetensors"
+    tensors, config = load_file(file), json.loads((folder / "config.json").read_text())
+    count, hidden = config["num_hidden_layers"], config["hidden_size"]
+    last, at = f"model.layers.{count - 1}.", f"model.layers.{count}."
+    for name, tensor in [each for each in tensors.items() if each[0].startswith(last)]:
+        noise = torch.randn(tensor.shape)
+        tensors[name.replace(last, at)] = (
+            noise * tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 1 + 0.1 * noise
+        )
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{at}{name}.weight"] = 1 + 0.1 * torch.randn(hidden)
+    tensors[f"{at}eh_proj.weight"] = torch.randn(hidden, 2 * hidden) * hidden**-0.5
+    # Files have these once more.
+    tensors[f"{at}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{at}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
 def write_head(folder: Path, config: dict[str, Any], tensors: Tensors) -> None:

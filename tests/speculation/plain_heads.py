@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.speculation.heads import Head, Tensors
 
@@ -44,8 +45,37 @@ class Plain:
         ).eval()
         self.words = self.model.get_input_embeddings().weight.detach()
         self.lm_head = self.model.get_output_embeddings().weight.detach()
+        #: of GLM and DeepSeek: transformers' model of the MTP layer alone
+        self.alone: Any = None
+        if "num_nextn_predict_layers" in self.config:
+            self._take_layer(head.model)
         #: norms of Qwen3.5 store their weights less one
-        self.offset = 1.0 if kind == "mtp" else 0.0
+        self.offset = 1.0 if kind == "mtp" and self.alone is None else 0.0
+
+    def _take_layer(self, model: Path) -> None:
+        behind = f"model.layers.{self.config['num_hidden_layers']}."
+        own = {
+            name.removeprefix(behind): each for name, each in self.weights.items() if name.startswith(behind)
+        }
+        names = {"eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
+        self.weights |= {f"{new}.weight": own[f"{old}.weight"] for old, new in names.items()}
+        layer = {f"model.layers.0.{name}": each for name, each in own.items()}
+        layer |= {"model.norm.weight": own["shared_head.norm.weight"], "lm_head.weight": self.lm_head}
+        layer |= {"model.embed_tokens.weight": self.words}
+        with tempfile.TemporaryDirectory() as folder:
+            config = {
+                **self.config,
+                "num_hidden_layers": 1,
+                "first_k_dense_replace": 0,
+                "mlp_layer_types": ["sparse"],
+            }
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            layer = {name: each.clone() for name, each in layer.items()}
+            save_file(layer, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+            model_class: Any = transformers.AutoModelForCausalLM
+            self.alone = model_class.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
 
     @torch.no_grad()
     def drafts(self, ids: list[int], count: int) -> torch.Tensor:
@@ -85,6 +115,9 @@ class Plain:
         words = self._norm(self.words[tokens], "mtp.pre_fc_norm_embedding")
         both = torch.cat((words, self._norm(features, "mtp.pre_fc_norm_hidden")), -1)
         hidden, at = both @ self.weights["mtp.fc.weight"].T, "mtp.layers.0."
+        if self.alone is not None:
+            found: torch.Tensor = self.alone.model(inputs_embeds=hidden[None]).last_hidden_state[0]
+            return found, found
         hidden = hidden + self._attend(self._norm(hidden, f"{at}input_layernorm"), None, at, causal=True)
         hidden = hidden + self._mlp(self._norm(hidden, f"{at}post_attention_layernorm"), f"{at}mlp.")
         normed = self._norm(hidden, "mtp.norm")
