@@ -144,6 +144,7 @@ async def test_a_stateful_model_verifies_drafts(monkeypatch: pytest.MonkeyPatch,
         cuda = install(monkeypatch)
     settings = EngineConfig(
         model="running",
+        speculation="lookup",
         device="cpu",
         attention_backend="sdpa",
         sampling_backend="triton" if graphed else "torch",
@@ -189,6 +190,7 @@ async def test_a_stateful_model_gives_its_tokens(
         cuda = install(monkeypatch)
     settings = EngineConfig(
         model="running",
+        speculation="lookup",
         device="cpu",
         attention_backend="sdpa",
         sampling_backend="triton" if graphed else "torch",
@@ -337,7 +339,12 @@ class HeavyDevice(TorchDevice):
 async def test_an_engine_runs_as_many_requests_as_it_has_states_for() -> None:
     """A state is 4100 bytes, and a request has two slots: half of 64 KiB has those of three requests."""
     settings = EngineConfig(
-        model="running", device="cpu", page_size=4, kv_memory_gib=2**-14, max_running_requests=10
+        model="running",
+        speculation="lookup",
+        device="cpu",
+        page_size=4,
+        kv_memory_gib=2**-14,
+        max_running_requests=10,
     )
     device = HeavyDevice(settings)
     engine = Engine(settings, launcher=lambda _: InlineLauncher(device), tokenizer=lambda _: None)
@@ -362,7 +369,9 @@ def test_a_diffusion_model_with_state_is_refused() -> None:
         BlockKind(spec).fit(EngineConfig(model="running"))
 
 
-@pytest.mark.parametrize(("asked", "found"), [("lookup", "off"), ("off", "off"), ("a-model", "a-model")])
+@pytest.mark.parametrize(
+    ("asked", "found"), [("lookup", "off"), ("auto", "off"), ("off", "off"), ("a-model", "a-model")]
+)
 def test_on_cuda_the_drafts_of_a_model_alone_are_verified(
     asked: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
