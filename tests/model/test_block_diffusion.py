@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioinfer.model.attention.native_attention import NativeAttention
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
@@ -47,7 +47,7 @@ WIDE = {"intermediate_size": 48, "moe_intermediate_size": 16}
 
 def native_attention(pool: KVPool) -> NativeAttention:
     """Over as many pages as a pool has, with NaN in all of them."""
-    layers = [tuple(keys.shape[2:]) for keys in pool.keys]
+    layers = [KVShape(*keys.shape[2:]) for keys in pool.keys]
     sizes = {"num_pages": len(pool.keys[0]) - 1, "page_size": pool.page_size}
     attention = NativeAttention(ThreadPool(2), layers, dtype=pool.dtype, **sizes)  # type: ignore[arg-type]
     fill(attention, float("nan"))
