@@ -19,6 +19,7 @@ from tests.checkpoint.float_formats import Parts
 from tests.checkpoint.test_formats import FORMATS, requantise
 from tests.model.checkpoints import assert_greedy, greedy, make_checkpoint, make_model
 from tests.model.harness import load
+from tests.tiers import thinned
 
 #: each kind of format
 SOME = ["awq", "gptq", "packed-4-zeros", "int8", "fp8-blocks", "fp8-tensor", "bnb-nf4", "bnb-8", "nvfp4"]
@@ -42,7 +43,7 @@ def quantised(folder: Path, oracle: Any, name: str) -> None:
     requantise(folder, tensors, config)
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", thinned(SOME, 3))
 def test_a_dequantised_model_of_transformers_has_its_ids(tmp_path: Path, name: str) -> None:
     oracle = make_model("Llama", FOREIGN, tmp_path, seed=3)
     quantised(tmp_path, oracle, name)

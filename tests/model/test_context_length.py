@@ -18,6 +18,7 @@ from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import assert_greedy, greedy, make_checkpoint, make_model
 from tests.model.harness import load
+from tests.tiers import thinned
 
 SCALED = [
     # As the cards of Qwen3 and Qwen2.5 have one add it.
@@ -87,7 +88,7 @@ def _long(model: Any) -> Any:
     return other
 
 
-@pytest.mark.parametrize("how", [{}, {"kernels": "sdpa"}, {"force_transformers": True}])
+@pytest.mark.parametrize("how", thinned([{}, {"kernels": "sdpa"}, {"force_transformers": True}], 2))
 def test_longer_sequences_than_the_original_length_have_the_long_factors(
     tmp_path: Path, how: dict[str, Any]
 ) -> None:

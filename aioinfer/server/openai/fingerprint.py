@@ -16,6 +16,8 @@ def fingerprint(model: str, config: EngineConfig, info: DeviceInfo) -> str:
     every process that has these."""
     kernels = [f"{part} {name.partition(' (')[0]}" for part, name in sorted(info.kernels.items())]
     parts = [__version__, model, config.quantization, info.implementation, info.dtype, info.device, *kernels]
+    if info.rotary_factors:
+        parts.append(info.rotary_factors)
     if config.chat_template is not None:
         parts.append(config.chat_template)
     return f"fp_{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
