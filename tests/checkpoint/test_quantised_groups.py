@@ -16,6 +16,7 @@ from tests.checkpoint.float_formats import compressed_fp4
 from tests.checkpoint.test_formats import FORMATS, fp8_blocks, gptq, int8, packed
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+UP = "model.layers.0.mlp.up_proj"
 
 
 def group(targets: list[str], **weights: Any) -> dict[str, Any]:
@@ -215,8 +216,8 @@ def test_fields_that_change_no_weight_are_read_over(tmp_path: Path, name: str, m
         ("gptq", {"extra_config": {"lm_head": {"bits": 8}}}, "'extra_config'"),
         ("gptq", {"is_marlin_format": True}, "'is_marlin_format'"),
         ("gptq", {"checkpoint_format": "marlin"}, "layout 'marlin'"),
-        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"for the modules '\+:.*down.*' \(dynamic\)"),
-        ("gptq", {"dynamic": {".*down.*": {"group_size": 64}}}, "for the modules '.*down.*'"),
+        ("gptq", {"dynamic": {"+:.*down.*": {"bits": 5}}}, "GPTQ of 5 bits"),
+        ("gptq", {"dynamic": {".*down.*": {"rotation": "x"}}}, "'.*down.*' in dynamic has 'rotation'"),
         ("awq", {"rotation": "hadamard"}, "'rotation'"),
         ("fp8-blocks", {"outliers": [3]}, "'outliers'"),
     ],
@@ -229,18 +230,24 @@ def test_fields_that_may_change_weights_are_refused_by_name(
         read(tmp_path, {**config, **more}, q={"weight": weight(2)}, down=encode(weight(1)).parts)
 
 
-def test_modules_of_autoround_have_bits_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {
+            "quant_method": "auto-round",
+            "extra_config": {DOWN: {"bits": 2}, UP: {"bits": 8}, "lm_head": {"bits": 16}},
+        },
+        {"quant_method": "auto-round", "extra_config": {r".*\.down_proj": {"bits": 2}, UP: {"bits": 8}}},
+        {"quant_method": "gptq", "dynamic": {"+:.*down.*": {"bits": 2}, UP: {"bits": 8}, "-:lm_head": {}}},
+    ],
+)
+def test_modules_have_bits_of_their_own(tmp_path: Path, stated: dict[str, Any]) -> None:
     """By name, by a pattern, and such that are not quantised."""
-    up = "model.layers.0.mlp.up_proj"
     whole, plain = gptq(weight(3), 8), torch.ones(4, 4)
-    more = {f"{up}.{part}": tensor for part, tensor in whole.parts.items()}
-    for name in (DOWN, r".*\.mlp\.down_proj"):
-        config = {
-            "quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq",
-            "extra_config": {name: {"bits": 2}, up: {"bits": 8}, "lm_head": {"bits": 16}},
-        }  # fmt: skip
-        q, down = gptq(weight(1)), gptq(weight(2), 2)
-        tensors = read(tmp_path, config, more | {"lm_head.weight": plain}, q=q.parts, down=down.parts)
-        for module, made in ((Q, q), (DOWN, down), (up, whole)):
-            torch.testing.assert_close(tensors.read(f"{module}.weight"), made.weight)
-        assert tensors.read("lm_head.weight").equal(plain)
+    more = {f"{UP}.{part}": tensor for part, tensor in whole.parts.items()}
+    q, down = gptq(weight(1)), gptq(weight(2), 2)
+    config = {"bits": 4, **stated}
+    tensors = read(tmp_path, config, more | {"lm_head.weight": plain}, q=q.parts, down=down.parts)
+    for module, made in ((Q, q), (DOWN, down), (UP, whole)):
+        torch.testing.assert_close(tensors.read(f"{module}.weight"), made.weight)
+    assert tensors.read("lm_head.weight").equal(plain)

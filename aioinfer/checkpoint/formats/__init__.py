@@ -13,7 +13,7 @@ from aioinfer.checkpoint.formats.compressed import compressed
 from aioinfer.checkpoint.formats.fields import FIELDS, check_fields
 from aioinfer.checkpoint.formats.fp4 import ModelOpt
 from aioinfer.checkpoint.formats.fp8 import FP8
-from aioinfer.checkpoint.formats.gptq import GPTQ
+from aioinfer.checkpoint.formats.gptq import gptq
 from aioinfer.checkpoint.formats.mxfp4 import MXFP4Tensors
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError, shown
@@ -37,7 +37,7 @@ _FORMATS: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "bitsandbytes": _by_modules(bitsandbytes),
     "compressed-tensors": _by_modules(compressed),
     "fp8": _by_modules(FP8),
-    "gptq": _by_modules(GPTQ),
+    "gptq": _by_modules(gptq),
     "modelopt": _by_modules(ModelOpt),
     "mxfp4": lambda tensors, _: MXFP4Tensors(tensors),
 }

@@ -14,16 +14,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.checkpoint.formats.base import Stored, ZeroPoints, unpacked
+from aioinfer.checkpoint.formats.base import Format, Stored, ZeroPoints, unpacked
+from aioinfer.checkpoint.formats.compressed import LINEAR, Grouped
+from aioinfer.checkpoint.formats.fields import check_fields
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GPTQ"]
+__all__ = ["GPTQ", "gptq"]
 
+#: settings that some modules may have for themselves
+_OWN = frozenset({"bits", "damp_percent", "desc_act", "group_size", "mse", "sym"})
 #: 1 in each place of a word; of 3 bits places are no part of one
 _ONES = {2: 0x55555555, 3: 0, 4: 0x11111111, 8: 0x01010101}
+
+
+def gptq(config: dict[str, Any]) -> Format:
+    """The format of a config, whose ``dynamic`` may give settings of their own to patterns of modules. Raises
+    ConfigError."""
+    groups: list[tuple[list[str], Format]] = [([LINEAR], GPTQ(config))]
+    for pattern, settings in (config.get("dynamic") or {}).items():
+        # Patterns with a minus say which modules are not quantised. The tensors say so, too.
+        if not pattern.startswith("-:") and any(config.get(key) != settings[key] for key in settings):
+            check_fields(settings, _OWN, f"{shown(pattern)} in dynamic")
+            groups.append(([f"re:{pattern.removeprefix('+:')}"], GPTQ({**config, **settings})))
+    return groups[0][1] if len(groups) == 1 else Grouped(groups)
 
 
 class GPTQ(ZeroPoints):
@@ -36,13 +52,6 @@ class GPTQ(ZeroPoints):
         bits = config.get("bits")
         if type(bits) is not int or bits not in _ONES:
             raise ConfigError(f"model: GPTQ of {shown(bits)} bits is not supported, 2, 3, 4 and 8 are")
-        for pattern, settings in (config.get("dynamic") or {}).items():
-            # Patterns with a minus say which modules are not quantised. The tensors say so, too.
-            if not pattern.startswith("-:") and any(config.get(key) != settings[key] for key in settings):
-                raise ConfigError(
-                    f"model: GPTQ with settings of its own for the modules {shown(pattern)} (dynamic) is not "
-                    "supported"
-                )
         self.bits = bits
         version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         if version not in ("gptq", "gptq_v2"):
