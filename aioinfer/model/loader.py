@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aioinfer.checkpoint.files import Checkpoint
-from aioinfer.checkpoint.tensors import stored_bytes
+from aioinfer.checkpoint.tensors import Tensors, stored_bytes
 from aioinfer.errors import ConfigError
 from aioinfer.model.embedding_checkpoint import Classifier, Headless, with_prefix, without_score
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, latent_sizes
@@ -179,7 +179,7 @@ class _Own:
         facts: dict[str, Any] = {"dtype": opened.dtype, "device": options.device, "blocks": opened.blocks}
         stated = opened.checkpoint.generation_config()
         decoder = build_decoder(stated, self.family, config, weights, kernels, **facts)
-        weights.give_back()
+        weights.close(_reopening(opened.checkpoint, options))
         vision = None
         if opened.vision is not None:
             vision = self._add_encoder(decoder, opened.vision, len(weights.names), blobs)
@@ -233,6 +233,25 @@ class _Own:
 def _opening(options: LoadOptions) -> Callable[[Path], tuple[Checkpoint, Any]]:
     """Opens checkpoints whose weights are to replace those of a model."""
     return partial(open_model, stored=True, length=options.max_model_len)
+
+
+def _reopening(checkpoint: Checkpoint, options: LoadOptions) -> Callable[[], Tensors]:
+    """Opens the tensors of a model that is loaded anew. Raises ConfigError if its files have changed."""
+    path, before = checkpoint.path, _stamps(checkpoint) if options.stored else set()
+
+    def reopen() -> Tensors:
+        found, _ = _opening(options)(path)
+        if not _stamps(found) <= before:  # that of an image encoder is not opened
+            raise ConfigError("adapter: the files of the model have changed since it was loaded")
+        return with_prefix(found.tensors())
+
+    return reopen
+
+
+def _stamps(checkpoint: Checkpoint) -> set[tuple[Path, int, int]]:
+    """Sizes and times of the files, which tell them from others."""
+    stats = ((file, file.stat()) for file in checkpoint.files())
+    return {(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats}
 
 
 def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:

@@ -56,6 +56,7 @@ class Weights:
         self._progress = progress
         self._taken: set[str] = set()
         self.num_parameters = 0
+        self._reopen: Callable[[], Tensors] | None = None
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -112,8 +113,16 @@ class Weights:
 
     def again(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor that was taken before, of ``shape``, with the numbers that are computed with; on the CPU,
-        float32."""
+        float32. Raises ConfigError."""
+        if self._reopen is not None:
+            self._tensors, self._reopen = self._reopen(), None
         return self._tensors.read(name).to(self.dtype).float()
+
+    def close(self, reopen: Callable[[], Tensors]) -> None:
+        """Let go of the files, which :meth:`again` opens anew; nothing else is read any more."""
+        self.give_back()
+        self._reopen = reopen
+        del self._tensors
 
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._taken:
@@ -208,6 +217,9 @@ class RandomWeights(Weights):
 
     def give_back(self) -> None:
         """Does nothing: there are no files."""
+
+    def close(self, reopen: Callable[[], Tensors]) -> None:
+        """Does nothing, either."""
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         self._count(name, shape)

@@ -327,3 +327,18 @@ def test_parts_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path) -> 
     path = base.write(99, zeros, vectors, use_dora=True)
     with pytest.raises(ConfigError, match="have no norm to divide by"):
         model.adapters.prepare(path)
+
+
+@pytest.mark.parametrize("kernels", thinned(["native", "sdpa"], 2))
+def test_files_that_have_changed_are_not_read_again(tmp_path: Path, kernels: str) -> None:
+    """Nothing of them is kept open once a model is loaded, until an adapter needs the weights."""
+    base = Base("qwen3", kernels, tmp_path)
+    matrices, norms, _ = with_norms(base, 1)
+    dora = base.write(1, matrices, norms, use_dora=True)
+    file = base.path / "model.safetensors"
+    model = base.load(base.path)
+    file.unlink()
+    save_file({**base.weights, "further": torch.ones(1)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="the files of the model have changed since it was loaded"):
+        model.adapters.prepare(dora)
+    assert base.load(base.merged(1, {})).adapters.prepare(dora).rank == 4
