@@ -1,8 +1,9 @@
 """``python -m bench cpu --latents``: attention of decodes over latents, beside the roofs of this machine.
 
-A layer of random weights, of a shape that people run, decodes at two contexts; what the longer one takes more is
-attention over latents alone. Its roofs are the time to read these once at the rate at which all threads read
-memory, and the time of its products at the rate of a large product of the same type.
+A layer of random weights, of a shape that people run, decodes at two contexts; what the longer one takes more
+is attention over latents alone. Its roofs are the time to read these once at the rate at which all threads
+read memory, and the time of its products at the rate of a large product of the same type. ``decode`` is the
+whole step at a context: its roof is the time to read weights and latents.
 """
 
 from __future__ import annotations
@@ -62,13 +63,28 @@ def measure_latents(rounds: int, threads: int, report: Report) -> None:
                 of_roof=max(read, products) / (long - short),
             )
 
+    _measure_steps(rounds, reading, report)
 
-def _model(heads: int, plain: int, rotated: int, value_dim: int, rank: int) -> Any:
+
+def _measure_steps(rounds: int, reading: float, report: Report) -> None:
+    """A row for each context: a whole step of a layer with the sizes of GLM-4.7-Flash, and a dense part of
+    what a token's experts have together."""
+    model = _model(*SHAPES["glm-4.7-flash"], hidden_size=2048, q_lora_rank=768, intermediate_size=5 * 1536)
+    weights = 2 * (model.spec.num_parameters - 2 * 256 * 2048)
+    for context in (1024, 8192, 32768, 131072):
+        seconds = _decode(model, 1, context, rounds)
+        read = weights + context * KVPool.bytes_per_page(model.spec.kv_layers, 1, torch.bfloat16)
+        of_reading = read / reading / seconds
+        report.row(shape="decode", sequences=1, context=context, ms=1e3 * seconds, of_reading=of_reading)
+
+
+def _model(heads: int, plain: int, rotated: int, value_dim: int, rank: int, **sizes: int) -> Any:
     config = {
         "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "hidden_size": 256, "vocab_size": 256,
         "num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 1, "q_lora_rank": 64,
         "qk_nope_head_dim": plain, "qk_rope_head_dim": rotated, "v_head_dim": value_dim, "kv_lora_rank": rank,
         "intermediate_size": 256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")), **sizes,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -112,7 +128,7 @@ def _decode(model: Any, rows: int, context: int, rounds: int) -> float:
 
 def _reading(rounds: int) -> float:
     """Bytes per second of a sum over memory."""
-    memory = torch.ones(1 << 27, dtype=torch.int32)
+    memory = torch.ones(1 << 27)
     return memory.nbytes / _seconds(memory.sum, rounds)
 
 
