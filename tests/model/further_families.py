@@ -81,6 +81,9 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
         {**WIDE, "embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.3,
         "use_post_norm": True}),
     "jais2": ("Jais2", WIDE),
+    "cwm": ("Cwm",
+        {**WIDE, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "sliding_window": 9, "layer_types":
+        ["full_attention", "sliding_attention", "sliding_attention"]}),
     "granitemoe": ("GraniteMoe", {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "granitemoe-shared": ("GraniteMoeShared",
         {**GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 48}),
