@@ -55,7 +55,10 @@ def head_kind(path: Path) -> str:
 
 def no_mtp(path: Path) -> str:
     """Why the checkpoint at ``path`` has no MTP layer; empty if it may have one. Raises ConfigError."""
-    checkpoint = checkpoint_at(path)
+    try:
+        checkpoint = checkpoint_at(path)
+    except ConfigError as error:
+        return str(error)  # of a model that is made without files
     if not isinstance(checkpoint, Directory):
         return "MTP layers of GGUF files are not read"
     stated = checkpoint.config()
