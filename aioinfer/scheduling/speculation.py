@@ -44,7 +44,7 @@ _LEAST = 0.02
 #: number of equal tokens before a draft that say more than fewer do
 _LONG = 4
 #: positions of a slot whose hidden states are kept for a draft head; drafts of a row are fewer than half
-STASHED = 64
+STASHED = 32
 #: number of steps between two looks for requests whose hidden states are to be made into entries, and how
 #: many of them are worth that
 _LOOKS = 4

@@ -19,6 +19,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
+from bench.speculation.heads import find_right
 from tests.engine.test_speculation import alike
 from tests.engine.test_speculative_models import SAMPLERS, asked, run
 from tests.model.harness import require
@@ -289,3 +290,69 @@ def test_pages_have_room_for_the_entries_of_a_head(heads: dict[str, Head]) -> No
             assert ("drafts by MTP" in info.description) == (speculation == "auto")
     # Four layers that attend, and one more.
     assert sizes[1] * 4 == sizes[0] * 5
+
+
+# -- what heads bring -----------------------------------------------------------------------------------
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_head_that_is_right_has_a_row_bring_all_of_its_drafts(overlap: int, tmp_path: Path) -> None:
+    require("native")
+    model, head = find_right("tiny", tmp_path)
+    settings: dict[str, Any] = {"threads": 1, "adaptive_drafts": False, "overlap_steps": overlap}
+    config = EngineConfig(model=str(model), speculation=str(head), max_draft_tokens=3, **settings)
+    params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
+    with LLM(config) as llm:
+        found = llm.generate([[5, 6, 7], [*range(40, 90)]], params)
+        stats = llm.stats()
+    assert [set(result.token_ids) for result in found] == [{7}, {89}]
+    assert stats.rejected_tokens == 0
+    assert stats.drafted_tokens >= 2 * 41 * 3 / 4 - 8
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_entries_are_stored_with_pages(
+    kind: str, heads: dict[str, Head], drawn: list[tuple[int, torch.Tensor]], tmp_path: Path
+) -> None:
+    """Another engine drafts from them, and what it computes itself, just as the first one."""
+    require("native")
+    head, prompt = heads[kind], [3 + 5 * at % 800 for at in range(80)]
+    most = 7 if kind == "dflash" else 3
+    config = EngineConfig(
+        model=str(head.model),
+        speculation=head.speculation,
+        prefix_cache_dir=str(tmp_path / "pages"),
+        max_draft_tokens=most,
+        **SETTINGS,
+    )
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for cached in (0, 64):
+        drawn.clear()
+        with LLM(config) as llm:
+            (found,) = llm.generate([prompt], params)
+        assert found.usage.cached_tokens == cached
+        assert compare(Plain(head), [*prompt, *found.token_ids], drawn, most) > 5
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["mtp-moe", "eagle3", "dflash"])
+def test_matrices_of_heads_are_quantised_as_those_of_models(
+    kind: str, quantization: str, heads: dict[str, Head]
+) -> None:
+    require("native")
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True)
+    found = []
+    for speculation in ("off", heads[kind].speculation):
+        config = EngineConfig(
+            model=str(heads[kind].model),
+            speculation=speculation,
+            quantization=quantization,
+            max_draft_tokens=4,
+            **SETTINGS,
+        )
+        with LLM(config) as llm:
+            found.append([each.token_ids for each in llm.generate([[5, 6, 7], [8] * 30], params)])
+    assert found[0] == found[1]
