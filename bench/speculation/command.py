@@ -134,7 +134,7 @@ async def _heads(options: argparse.Namespace, report: Report) -> None:
     target, right = find_right(name, place)
     wrong = {"model": str(target), "load_format": "random"}
     for kind, settings, head in (
-        ("right", {"model": str(target), "max_draft_tokens": 3}, right),
+        ("right", {"model": str(target), "max_draft_tokens": 3, "adaptive_drafts": False}, right),
         ("wrong", wrong, find_wrong(name, place)),
     ):
         async with (

@@ -92,27 +92,26 @@ class HeadPacker:
 
     def pack(self, step: Step, layout: Layout, first: Sequence[int]) -> HeadWork:
         """``first``: first sampling row of each row with drafts."""
-        placement, slots, cu_q = layout.placement, layout.slots, layout.placement.cu_q
-        made = [*self._behind_chunks(step, layout), *self._missing(step, layout)]
+        slots, positions = layout.slots, layout.placement.positions
+        made = [*self._missing(step, layout)]
+        chunks, kept, owners = _NONE, np.arange(len(positions)), slots
+        if layout.q_len is not None:
+            owners = np.repeat(slots, layout.q_len)
+        if step.prefilling:
+            made += self._behind_chunks(step, layout)
+            ends = layout.placement.cu_q[step.num_generating :]
+            within = kept >= ends[0]
+            within[ends[1:] - 1] = False
+            chunks, kept = kept[within], kept[~within]
+            owners, positions = owners[kept], positions[kept]
+            new = self._stop[slots] == 0
+            self._first[slots[new]] = layout.starts[new]
+        self._stop[slots] = layout.placement.kv_len
         entries = None
         if made:
             entries = Entries(*(np.concatenate(column) for column in zip(*made, strict=True)))
-        chunked = cu_q[step.num_generating :]
-        tokens = np.arange(chunked[0], chunked[-1])
-        kept = np.concatenate((np.arange(chunked[0]), chunked[1:] - 1))
-        rows = np.searchsorted(cu_q, kept, side="right") - 1
         forwards, stashed = self._forwards(step, layout, first)
-        new = self._stop[slots] == 0
-        self._first[slots] = np.where(new, layout.starts, self._first[slots])
-        self._stop[slots] = layout.starts + np.diff(cu_q)
-        return HeadWork(
-            entries,
-            forwards,
-            stashed,
-            np.setdiff1d(tokens, chunked[1:] - 1, assume_unique=True),
-            kept,
-            _stashed(slots[rows], placement.positions[kept]),
-        )
+        return HeadWork(entries, forwards, stashed, chunks, kept, _stashed(owners, positions))
 
     def _behind_chunks(self, step: Step, layout: Layout) -> Iterable[tuple[_Ints, ...]]:
         """The entry in front of each chunk, where the same tenant has computed the chunk before."""
@@ -138,6 +137,8 @@ class HeadPacker:
 
     def _forwards(self, step: Step, layout: Layout, first: Sequence[int]) -> tuple[list[DraftForward], _Ints]:
         generating = step.generating
+        if not generating.draft_inputs:
+            return [], _NONE
         before = generating.num_decodes
         drawing = [each for each in generating.draft_inputs if each.row >= 0]
         # Most drafts first.
