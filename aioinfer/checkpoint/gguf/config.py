@@ -117,8 +117,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
     heads, hidden = number("attention.head_count"), number("embedding_length")
     # Of all blocks the last ones may predict further tokens.
     layers = number("block_count") - number("nextn_predict_layers", 0)
-    if heads < 1:
-        raise ConfigError(f"model: {prefix}.attention.head_count of the GGUF file is {heads}")
+    for name, size in (("attention.head_count", heads), ("embedding_length", hidden)):
+        if size < 1:
+            raise ConfigError(f"model: {prefix}.{name} of the GGUF file is {size}")
     size = hidden // heads
     if not architecture.partial_rotary:
         size = number("rope.dimension_count", size)
