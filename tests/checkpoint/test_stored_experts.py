@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,10 +26,10 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import shared_thread_pool
 from aioinfer.params import SamplingParams
 from tests.checkpoint.gguf_models import make_family, write_gguf
-from tests.checkpoint.test_gguf import blocks
+from tests.checkpoint.test_gguf import blocks, examine
 from tests.model.harness import require
 from tests.native.support import prompt_logits
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 NATIVE = LoadOptions(device=torch.device("cpu"), dtype="float32", kernels="native")
 KINDS = grid(["Q4_0", "MXFP4"], ["Q8_0", "Q5_1"])
@@ -124,6 +125,29 @@ def test_blocks_are_packed_without_loss(kind: str) -> None:
         wanted = torch.from_numpy(gguf.dequantize(data, gguf.GGMLQuantizationType[kind]))
     assert torch.equal(packed.dequantised(), wanted)
     torch.testing.assert_close(dequantised(matrix), wanted, rtol=0, atol=0)
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize(("family", "kind"), [("gpt-oss", "MXFP4"), ("qwen3-moe", "Q4_0")])
+def test_damaged_files_of_experts_are_errors_in_words(tmp_path: Path, family: str, kind: str) -> None:
+    """Cut, and with any byte of what is said of stacks changed: their shapes, types and places."""
+    target = write(tmp_path, family, kind)
+    good, rng = target.read_bytes(), random.Random(kind)
+    stated = good.index(b"blk.0.ffn_gate_exps")
+    damaged = [good[: rng.randrange(stated, len(good))] for _ in range(20)]
+    for _ in range(60):
+        at = stated + rng.randrange(400)
+        damaged.append(good[:at] + bytes([rng.randrange(256)]) + good[at + 1 :])
+    refused = 0
+    for contents in damaged:
+        target.write_bytes(contents)
+        try:
+            examine(target)
+            experts_of(target)
+        except ConfigError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused >= 40
 
 
 def test_updates_need_experts_that_are_quantised_alike(tmp_path: Path) -> None:

@@ -204,8 +204,9 @@ def _dequantised(name: str, stored: StoredTensor, data: npt.NDArray[np.uint8]) -
     found = np.empty((len(data), inner), dtype=np.float32)
     step = max(1, _SLICE // inner)
     try:
-        for start in range(0, len(data), step):
-            found[start : start + step] = dequantize(data[start : start + step], stored.kind)
+        with np.errstate(over="ignore", invalid="ignore"):  # of damaged files
+            for start in range(0, len(data), step):
+                found[start : start + step] = dequantize(data[start : start + step], stored.kind)
     except NotImplementedError as error:
         # The package writes some types, which llama.cpp reads, and cannot read them back.
         raise ConfigError(f"model: {name} is of type {stored.kind.name}, which is not read") from error
