@@ -232,10 +232,10 @@ def _yarn(file: GGUFFile, prefix: str) -> dict[str, Any]:
 
 def _longrope(file: GGUFFile, prefix: str, rotated: int) -> dict[str, Any]:
     """Factors for short and for long sequences, in tensors. ``rotated``: dimensions of a head."""
-    found: dict[str, Any] = {
-        "rope_type": "longrope",
-        "original_max_position_embeddings": file.value(f"{prefix}.rope.scaling.original_context_length", int),
-    }
+    # Of MiniCPM3 the length is not stated.
+    context = file.metadata.get(f"{prefix}.context_length")
+    original = file.value(f"{prefix}.rope.scaling.original_context_length", int, context)
+    found: dict[str, Any] = {"rope_type": "longrope", "original_max_position_embeddings": original}
     for name in ("short", "long"):
         found[f"{name}_factor"] = _frequency_factors(file, f"rope_factors_{name}.weight", rotated).tolist()
     key = f"{prefix}.rope.scaling.attn_factor"
