@@ -217,6 +217,22 @@ def test_blocks_share_experts_and_do_not_see_each_other() -> None:
     assert torch.equal(everything(hidden)[1], dataclasses.replace(rule, capacity=0)(hidden)[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("follow", ["torch", NATIVE], indirect=True)
+def test_groups_of_a_softmax_are_chosen_by_their_best_expert(follow: Follow, dtype: torch.dtype) -> None:
+    """DeepSeek-V2: nothing is rounded, whatever the type of the tokens."""
+    weight, hidden = noise(12, HIDDEN), noise(follow.tokens, HIDDEN, seed=1).to(dtype)
+    rule = GroupedSigmoidRouter(weight, None, 3, 4, 2, False, 16.0, softmax=True)
+    weights, experts = follow(rule, hidden)
+    scores = (hidden.double() @ weight.double().T).softmax(-1)
+    for row, got, chosen in zip(scores, weights, experts, strict=True):
+        groups = row.view(4, 3).amax(-1).topk(2).indices
+        among = [int(group) * 3 + at for group in groups for at in range(3)]
+        best = sorted(among, key=lambda expert: -float(row[expert]))[:3]
+        assert sorted(chosen.tolist()) == sorted(best)
+        torch.testing.assert_close(got.double(), 16 * row[chosen], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("follow", [NATIVE, *DEVICES], indirect=True)
 @both_rules
 def test_a_token_has_the_same_bits_in_any_company(
