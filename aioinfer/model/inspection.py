@@ -333,7 +333,8 @@ def read_config(checkpoint: Checkpoint) -> Any:
             config = AutoConfig.for_model(**stated)
     except Exception as error:
         # Each of the many config classes raises its own types of errors.
-        raise ConfigError(f"model: the config of {name} cannot be used: {error}") from error
+        said = " ".join(str(error).split())
+        raise ConfigError(f"model: the config of {name} cannot be used: {said}") from error
     if isinstance(checkpoint, Directory) and (quantisation := checkpoint.quantisation()) is not None:
         config.quantization_config = quantisation
     for field in _NOT_READ.get(config.model_type, ()):

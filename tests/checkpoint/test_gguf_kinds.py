@@ -105,6 +105,32 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
         "expert_count": 3, "expert_used_count": 5, "feed_forward_length": 64, "attention.head_count": 8,
         "attention.head_count_kv": 1,
     },
+    "granite-gguf": {
+        "residual_scale": -1.0, "logit_scale": 0.0, "embedding_scale": float("nan"), "attention.scale": -0.5,
+        "block_count": 4, "feed_forward_length": 64, "attention.head_count_kv": 1, "embedding_length": 32,
+    },
+    "cohere2-gguf": {
+        "logit_scale": float("inf"), "attention.layer_norm_epsilon": -1.0, "attention.head_count": 3,
+        "attention.sliding_window_pattern": [True], "block_count": 6, "rope.dimension_count": 24,
+    },
+    "gpt-neox-gguf": {
+        "attention.head_count": 3, "rope.dimension_count": 17, "feed_forward_length": 64, "block_count": 4,
+        "context_length": 0, "attention.layer_norm_epsilon": 0.0,
+    },
+    "glm4-moe": {
+        "expert_count": 7, "expert_used_count": 9, "expert_group_count": 3, "expert_shared_count": 2,
+        "expert_feed_forward_length": 48, "leading_dense_block_count": 2, "nextn_predict_layers": 3,
+        "expert_weights_scale": -1.0, "block_count": 4, "attention.key_length": 32,
+    },
+    "ernie4.5-moe-gguf": {
+        "expert_count": 7, "expert_used_count": 9, "interleave_moe_layer_step": 0, "block_count": 5,
+        "leading_dense_block_count": 2, "expert_feed_forward_length": 32, "attention.head_count_kv": 3,
+    },
+    "granitemoe-shared": {
+        "expert_shared_feed_forward_length": 64, "expert_count": 5, "expert_used_count": 0, "block_count": 2,
+    },
+    "hunyuan-moe-gguf": {"expert_count": 5, "expert_used_count": 7, "expert_feed_forward_length": 48},
+    "minimax-m2": {"expert_count": 9, "expert_feed_forward_length": 48, "rope.dimension_count": 32},
 }  # fmt: skip
 
 
