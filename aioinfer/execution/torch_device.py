@@ -246,21 +246,22 @@ class TorchDevice:
         from aioinfer.model.inspection import Opened
 
         config, options = self._config, self._options(device, own=True)
-        own = config.speculation == "auto" and options.stored
+        target = _target(model)
+        own = config.speculation == "auto" and options.stored and target is not None
         if not kind and (not own or no_mtp(config.model_path)):
             return None
         opened, loading = Opened.of(config.model_path, options), _Loading(None)
         reason = no_head(opened, device.type == "cpu")
         if kind:
             with _of_speculation():
-                if reason:
+                if reason or target is None:
                     raise ConfigError(f"no {kind} head can draft: {reason}")
-                head = load_head(_shared(model), locate(config.speculation), options, loading.claim)
+                head = load_head(target, locate(config.speculation), options, loading.claim)
         else:
             try:
-                if reason:
+                if reason or target is None:
                     raise ConfigError(reason)
-                head = load_mtp(_shared(model), opened, options, loading.claim)
+                head = load_mtp(target, opened, options, loading.claim)
             except ConfigError as error:
                 message = str(error).removeprefix("model: ")
                 _log.warning("the MTP layer of the checkpoint does not draft: %s", message)
@@ -493,12 +494,12 @@ def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str
     return f"{model}, {kernels} attention{experts}, {capacity} KV positions"
 
 
-def _shared(model: CausalLM) -> Target:
+def _target(model: CausalLM) -> Target | None:
+    """The model for its draft head; None where there can be none."""
     from aioinfer.model.decoder import Decoder
     from aioinfer.model.native import NativeDecoder
 
-    assert isinstance(model, (Decoder, NativeDecoder)), "a model of its own code"
-    return model
+    return model if isinstance(model, Decoder | NativeDecoder) else None
 
 
 @contextmanager

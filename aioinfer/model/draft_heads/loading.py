@@ -55,10 +55,7 @@ def head_kind(path: Path) -> str:
 
 def no_mtp(path: Path) -> str:
     """Why the checkpoint at ``path`` has no MTP layer; empty if it may have one. Raises ConfigError."""
-    try:
-        checkpoint = checkpoint_at(path)
-    except ConfigError as error:
-        return str(error)  # of a model that is made without files
+    checkpoint = checkpoint_at(path)
     if not isinstance(checkpoint, Directory):
         return "MTP layers of GGUF files are not read"
     stated = checkpoint.config()
