@@ -19,7 +19,7 @@ from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.cuda_device import callers_device, current, pick_device
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
-from aioinfer.execution.draft_checks import check_draft
+from aioinfer.execution.draft_checks import check_draft, load_draft_head
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.sizing import PoolSize
     from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
     from aioinfer.model.backend import Backend as Choice
-    from aioinfer.model.draft_heads.base import DraftHead, Target
+    from aioinfer.model.draft_heads.base import DraftHead
     from aioinfer.model.inspection import LoadOptions
     from aioinfer.model.spec import CausalLM, ModelSpec
     from aioinfer.model.updates.recipe import PreparedUpdate
@@ -240,32 +240,11 @@ class TorchDevice:
         return draft
 
     def _load_head(self, model: CausalLM, device: torch.device, kind: str) -> DraftHead | None:
-        """The head that drafts for the model. ``kind``: of that in the directory ``speculation``; empty: it
-        is none, and the model's own checkpoint may have one. Raises ConfigError."""
-        from aioinfer.model.draft_heads.loading import load_head, load_mtp, no_head, no_mtp
-        from aioinfer.model.inspection import Opened
-
-        config, options = self._config, self._options(device, own=True)
-        target = _target(model)
-        own = config.speculation == "auto" and options.stored and target is not None
-        if not kind and (not own or no_mtp(config.model_path)):
-            return None
-        opened, loading = Opened.of(config.model_path, options), _Loading(None)
-        reason = no_head(opened, device.type == "cpu")
-        if kind:
-            with _of_speculation():
-                if reason or target is None:
-                    raise ConfigError(f"no {kind} head can draft: {reason}")
-                head = load_head(target, locate(config.speculation), options, loading.claim)
-        else:
-            try:
-                if reason or target is None:
-                    raise ConfigError(reason)
-                head = load_mtp(target, opened, options, loading.claim)
-            except ConfigError as error:
-                message = str(error).removeprefix("model: ")
-                _log.warning("the MTP layer of the checkpoint does not draft: %s", message)
-                return None
+        """See :func:`~aioinfer.execution.draft_checks.load_draft_head`."""
+        loading = _Loading(None)
+        with _of_speculation():
+            options = self._options(device, own=True)
+            head = load_draft_head(self._config, options, model, kind, loading.claim)
         loading("weights", 1, 1)
         self._weights.append(loading.share)
         return head
@@ -492,14 +471,6 @@ def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str
     model = f"{spec.architecture}{part}, {size:.1f} M parameters, {dtype} on {device.type}"
     experts = f", {spec.expert_kernels} experts" if spec.expert_kernels else ""
     return f"{model}, {kernels} attention{experts}, {capacity} KV positions"
-
-
-def _target(model: CausalLM) -> Target | None:
-    """The model for its draft head; None where there can be none."""
-    from aioinfer.model.decoder import Decoder
-    from aioinfer.model.native import NativeDecoder
-
-    return model if isinstance(model, Decoder | NativeDecoder) else None
 
 
 @contextmanager

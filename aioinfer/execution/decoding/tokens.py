@@ -110,7 +110,6 @@ class TokenPacker:
 
     def __init__(self, num_slots: int) -> None:
         self._table = SamplingTable(num_slots)
-        #: of a draft head; None: there is none
         self.head: HeadPacker | None = None
         #: by slot, those that no packed step has yet
         self._resets: dict[int, PenaltyReset] = {}
@@ -269,11 +268,9 @@ class TokenDecoding:
         drawn: _Drawn = None
         forwards = work.draft_forwards if work.head is None else work.head.forwards
         batch = _sampling_batch(work, parts, transfer) if forwards else None
-        if work.head is not None:
-            assert self.head is not None
+        if work.head is not None and self.head is not None:
             drawn = self.head.draw(work.head, parts["input_ids"], batch, transfer)
-        elif batch is not None:
-            assert self.draft_model is not None
+        elif batch is not None and self.draft_model is not None:
             drawn = self.draft_model.draw(forwards, parts["input_ids"], batch, transfer)
         return parts["logits_rows"], drawn
 
