@@ -95,11 +95,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
     },
     "minicpm3": {
         "attention.kv_lora_rank": 64, "attention.q_lora_rank": 16, "attention.key_length": 32,
-<<<<<<< HEAD
         "block_count": 4, "rope.dimension_count": 8, "attention.head_count": 4, "embedding_length": 32,
-=======
-        "rope.dimension_count": 8, "attention.head_count": 4, "embedding_length": 32, "block_count": 4,
->>>>>>> 6c216588 (Refuse GGUF files that state no hidden size, and list architectures)
     },
     "mixtral": {
         "expert_count": 3, "expert_used_count": 5, "feed_forward_length": 64, "attention.head_count": 8,
