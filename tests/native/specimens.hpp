@@ -14,12 +14,14 @@ namespace specimens {
 using namespace aioinfer;
 
 constexpr int64_t HIDDEN = 48, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 16, MIDDLE = 80, VOCABULARY = 101;
-constexpr int64_t EXPERTS = 4, LAYERS = 7, PAGE = 16, PAGES = 12, POSITIONS = 64, INPUT = 16;
+constexpr int64_t EXPERTS = 4, LAYERS = 8, PAGE = 16, PAGES = 12, POSITIONS = 64, INPUT = 16;
 
 // Behind the first layer and one with attention.
-constexpr int CONV = 2, DELTA = 3, SPARSE = 4, DUAL = 5, SHARING = 6;
+constexpr int CONV = 2, DELTA = 3, SPARSE = 4, DUAL = 5, SHARING = 6, LATENT = 7;
 constexpr int64_t SIZE = 3, CELLS = 5;
 constexpr DeltaShape DELTA_SHAPE{2, 4, 16, 48};
+// Of latents, and of the queries and results of their heads: no more than other layers have.
+constexpr int64_t RANK = 32, LATENT_HEADS = 3;
 
 // One layer has larger heads than the others.
 constexpr int64_t head_dim(int layer) { return layer == SPARSE ? 2 * HEAD_DIM : HEAD_DIM; }
@@ -61,7 +63,8 @@ struct Model {
     const Embedding<T> words{embedding.data(), nullptr, 2.0f, learned.data()};
     decoder = std::make_unique<Decoder<T>>(words, Norm{norm.data(), norm.data()}, pack(VOCABULARY, HIDDEN, false, 9),
                                            POSITIONS, HIDDEN, 1e-6f, 1.0f, 30.0f,
-                                           PerLayerSource<T>{table.data(), pack(LAYERS * INPUT, HIDDEN, false, 90),
+                                           PerLayerSource<T>{table.data(), nullptr,
+                                                             pack(LAYERS * INPUT, HIDDEN, false, 90),
                                                              {norm.data(), nullptr}, LAYERS, INPUT, 4.0f, 0.2f, 0.7f});
     // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, gated results,
     // and experts with biases besides a shared one, which has a gate; one has normed values, and experts beside a dense
@@ -121,6 +124,25 @@ struct Model {
           .eps = 1e-6f,
           .out = pack(HIDDEN, DELTA_SHAPE.values(), false, 20 + layer),
           .state = 1,
+      };
+    if (layer == LATENT)
+      return LatentAttention<T>{
+          .heads = LATENT_HEADS,
+          .plain = RANK,
+          .rotated = HEAD_DIM,
+          .rank = RANK,
+          .value_dim = RANK,
+          .into = pack(2 * RANK + HEAD_DIM, HIDDEN, false, 10 + layer),
+          .query_norm = norm.data(),
+          .queries = pack(LATENT_HEADS * (RANK + HEAD_DIM), RANK, false, 81),
+          .latent_norm = norm.data(),
+          .eps = 1e-6f,
+          .rotary = {cos.data(), sin.data(), HEAD_DIM},
+          .absorb = pack(LATENT_HEADS * RANK, RANK, false, 82),
+          .expand = pack(LATENT_HEADS * RANK, RANK, false, 83),
+          .out = pack(HIDDEN, LATENT_HEADS * RANK, false, 20 + layer),
+          .params = {0.25f, 0.0f, 0, 1},
+          .kv = layer,
       };
     const int64_t size = head_dim(layer);
     const bool sparse = layer == SPARSE, sharing = layer == SHARING;
