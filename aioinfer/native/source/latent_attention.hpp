@@ -55,7 +55,8 @@ struct LatentAttention {
     require(heads > 0 && plain > 0 && rotated > 0 && rank > 0 && value_dim > 0, "sizes of heads are not positive");
     require(plain % SUM_LANES == 0 && rotated % SUM_LANES == 0, "a part of a head is no multiple of a vector");
     // Both kinds of weights have panels that lie within a head then.
-    require(rank % QUANTISED_PANEL == 0 && value_dim % QUANTISED_PANEL == 0, "rank or value_dim is no multiple of a panel");
+    require(rank % QUANTISED_PANEL == 0, "rank is no multiple of a panel");
+    require(value_dim % QUANTISED_PANEL == 0, "value_dim is no multiple of a panel");
     require(rotary.size == rotated, "the table of a rotation has another size");
     require(kv >= 0, "the index of a KV pool is negative");
     require((queries == nullptr) == (query_norm == nullptr), "queries without their norm, or a norm alone");
@@ -232,7 +233,8 @@ class LatentWork {
     if (tokens == 0) return worker.parallel(0, [](int64_t) {});
     constexpr int64_t TASKS = 4;
     const int64_t own = layer.panels() / heads, panels = layer.outputs / heads / PANEL;
-    const int64_t pieces = std::clamp<int64_t>(TASKS * worker.workers() / heads, 1, own), run = (own + pieces - 1) / pieces;
+    const int64_t pieces = std::clamp<int64_t>(TASKS * worker.workers() / heads, 1, own);
+    const int64_t run = (own + pieces - 1) / pieces;
     worker.parallel_in_shares(heads * pieces, [&](int64_t task) {
       const int64_t head = task / pieces, first = head * own, from = first + task % pieces * run;
       const int64_t to = std::min(first + own, from + run);
