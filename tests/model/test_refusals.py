@@ -98,7 +98,7 @@ TENSORS = [
     ("hunyuan", without("layers.2.self_attn.key_layernorm.weight"), "no tensor .*key_layernorm"),
     ("ernie4.5-moe", without("moe_statics.e_score_correction_bias"), "no tensor .*correction_bias"),
     ("glm4-moe", without("layers.2.mlp.gate.e_score_correction_bias"), "no tensor .*correction_bias"),
-    ("glm4-moe", put("model.layers.3.eh_proj.weight", torch.ones(3)), "1 unexpected tensors, first"),
+    ("glm4-moe", put("model.layers.4.eh_proj.weight", torch.ones(3)), "1 unexpected tensors, first"),
     ("granitemoe", without("layers.0.block_sparse_moe.router.layer.weight"), "no tensor .*router.layer"),
     ("granitemoe", put("model.layers.1.block_sparse_moe.input_linear.weight", torch.ones(2)), "is shaped"),
     ("granitemoe-shared", without("layers.0.shared_mlp.input_linear.weight"), "no tensor .*shared_mlp"),
