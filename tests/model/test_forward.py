@@ -32,7 +32,7 @@ ROUNDED += ["gemma2", "gemma3", "gemma4-shared", "gemma4-keys", "olmo2", "olmo3"
 #: of those with experts, rounding changes the choice
 ROUNDED += [name for name in RECURRENT if "moe" not in name and name != "qwen3-next"]
 BY_TRITON = ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss"]
-BY_TRITON += ["gemma4-shared", "qwen3-moe", "gemma4-experts"]
+BY_TRITON += ["gemma4-shared", "qwen3-moe", "gemma4-experts", "cohere2", "hunyuan", "ministral3"]
 ROUNDED_IN_ENGINES = [pair for pair in IN_ENGINES if pair[0] in ROUNDED]
 FURTHER_ROUNDED = [
     (name, kernels)
