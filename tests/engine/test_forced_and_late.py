@@ -141,7 +141,7 @@ async def test_forced_tokens_are_sampled_where_a_rewind_would_begin_anew(
     """A recurrent state cannot be taken back."""
     bound = SamplingParams(temperature=0, grammar=Grammar("regex", "[d-h]vwxyzvwxyzvwxyz"), max_tokens=30)
     device = ToyDevice(snapshots=snapshots)
-    async with make_engine(device=device, page_size=4, state_snapshot_tokens=1) as engine:
+    async with make_engine(device=device, page_size=4, state_snapshot_tokens=1, speculation="off") as engine:
         result = await engine.generate(list(range(1, 33)), bound)
         assert result.text[1:] == "vwxyzvwxyzvwxyz"
         assert (engine.stats().forced_tokens > 0) == (snapshots > 0)

@@ -91,7 +91,7 @@ def test_the_second_opening_reads_what_the_first_one_kept(
     options = LoadOptions(device=CPU, cache_weights=True)
     first = Opened.of(path, options)
     with monkeypatch.context() as patch:
-        patch.setattr("aioinfer.model.inspection._read_config", lambda _: pytest.fail("it is read again"))
+        patch.setattr("aioinfer.model.inspection.read_config", lambda _: pytest.fail("it is read again"))
         second = Opened.of(path, options)
     assert isinstance(second.config, KeptConfig)
     assert (second.dtype, second.family, second.architecture) == (

@@ -276,8 +276,9 @@ def test_experts_that_do_not_exist_are_refused() -> None:
             pool,
             [*experts.layers, (NativeLinear(pool, normal(96, 32, seed=0), None, gated=True), layers[0][1])],
         )
-    with pytest.raises(InvalidArguments, match="not gated"):
-        NativeExperts(pool, [(layers[0][1], layers[0][1])])
+    plain = NativeLinear(pool, normal(32, 32, seed=0), None)
+    with pytest.raises(InvalidArguments, match="gated"):
+        NativeExperts(pool, [*experts.layers, (plain, experts.layers[0][1])])
     for top_k in (0, 5, -1):
         with pytest.raises(InvalidArguments, match="top_k"):
             NativeRouter(pool, SoftmaxRouter(normal(4, 32, seed=0), top_k, normalize=True), torch.float32)
