@@ -64,23 +64,23 @@ _NUMBERS = frozenset(
         *("layer_norm_eps", "layer_norm_epsilon", "llama_4_scaling_beta", "lm_head_multiplier"),
         *("logit_scale", "logits_scaling", "low_freq_factor", "norm_eps", "norm_epsilon"),
         *("partial_rotary_factor", "query_pre_attn_scalar", "residual_multiplier", "rms_norm_eps"),
-        *("rope_local_base_freq", "rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor"),
-        *("scale_depth", "scale_emb", "ssm_in_multiplier", "ssm_out_multiplier"),
+        *("rotary_pct", "routed_scaling_factor", "scale_depth", "scale_emb", "ssm_in_multiplier"),
+        "ssm_out_multiplier",
     }
 )
+#: as well, bases of rotations: that of Falcon-H1 is 1e11
+_BASES = frozenset({"rope_local_base_freq", "rope_theta", "rotary_emb_base"})
+_LARGEST_BASE = 10**18
 #: a model type, and its field that may be a list with one number for each layer
 _LIST = ("hunyuan_v1_moe", "num_experts_per_tok")
 #: objects whose numbers are checked, too, and those of the objects in them: rotations by type of layers
 _PARTS = frozenset({"per_layer_config", "rope_parameters", "rope_scaling", "text_config"})
 
 #: those of them that all families read
-_ROTATION = frozenset(
-    {
-        *("alpha", "beta_fast", "beta_slow", "factor", "high_freq_factor", "llama_4_scaling_beta"),
-        *("low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
-        *("rope_local_base_freq", "rope_theta", "rotary_emb_base"),
-    }
-)
+_ROTATION = _BASES | {
+    *("alpha", "beta_fast", "beta_slow", "factor", "high_freq_factor", "llama_4_scaling_beta"),
+    *("low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
+}
 #: names, and the least and largest integer
 _RANGES = (
     (_SIZES | _EXPERTS, 1, _LARGEST),
@@ -127,8 +127,9 @@ def _wanted(name: str, value: Any) -> str | None:
         if name in names:
             fits = number and isinstance(value, int) and low <= value <= high
             return None if fits else f"an integer in [{low}, {high}]"
-    if name in _NUMBERS:
-        fits = number and 0 < value <= _LARGEST and math.isfinite(value)
+    if name in _NUMBERS or name in _BASES:
+        largest = _LARGEST_BASE if name in _BASES else _LARGEST
+        fits = number and 0 < value <= largest and math.isfinite(value)
         return None if fits else "a positive number"
     return None
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-__all__ = ["OWN_CONFIGS", "LLaDA2Config", "SDARConfig", "SDARMoeConfig"]
+__all__ = ["OWN_CONFIGS", "KimiK2Config", "LLaDA2Config", "SDARConfig", "SDARMoeConfig"]
+
+
+class KimiK2Config(DeepseekV3Config):  # type: ignore[misc]
+    """The config of Kimi K2: DeepSeek-V3's under another model type."""
+
+    model_type = "kimi_k2"
 
 
 class SDARConfig(Qwen3Config):  # type: ignore[misc]
@@ -85,6 +91,7 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
 
 #: config classes by model type; dFactory checkpoints with merged experts have the type "llada2_moe_veomni"
 OWN_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    "kimi_k2": KimiK2Config,
     "sdar": SDARConfig,
     "sdar_moe": SDARMoeConfig,
     "llada2_moe": LLaDA2Config,

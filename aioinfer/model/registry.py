@@ -249,7 +249,7 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     "Gemma4ForCausalLM": (frozenset({"gemma4_text"}), Gemma4()),
     "Gemma4UnifiedForCausalLM": (frozenset({"gemma4_unified_text"}), Gemma4()),
     "DeepseekV2ForCausalLM": (frozenset({"deepseek_v2"}), DeepSeek("softmax", interleaved=True)),
-    "DeepseekV3ForCausalLM": (frozenset({"deepseek_v3"}), DeepSeek()),
+    "DeepseekV3ForCausalLM": (frozenset({"deepseek_v3", "kimi_k2"}), DeepSeek()),
     "Glm4MoeLiteForCausalLM": (frozenset({"glm4_moe_lite"}), DeepSeek()),
     "MiniCPM3ForCausalLM": (frozenset({"minicpm3"}), DeepSeek("none", interleaved=False)),
     "YoutuForCausalLM": (frozenset({"youtu"}), DeepSeek("none")),

@@ -10,7 +10,7 @@ import pytest
 from aioinfer.errors import ConfigError
 from aioinfer.model.architecture import own_fields
 from aioinfer.model.config_check import check_numbers
-from tests.model.checkpoints import assert_greedy, make_model
+from tests.model.checkpoints import RECURRENT, assert_greedy, make_model
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,8 @@ from tests.model.checkpoints import assert_greedy, make_model
         {"model_type": "llama", "moe_intermediate_size": 0, "num_experts_per_tok": [], "conv_L_cache": -3},
         {"model_type": "qwen3_moe", "num_experts": 0, "num_experts_per_tok": 0, "moe_intermediate_size": 0},
         {"model_type": "mistral3", "text_config": {"model_type": "ministral", "intermediate_size": [3]}},
+        # As in all releases of Falcon-H1.
+        {"model_type": "falcon_h1", "rope_theta": 100000000000.0},
     ],
 )
 def test_numbers_that_no_code_of_ours_needs_are_left_to_transformers(stated: dict[str, Any]) -> None:
@@ -72,3 +74,10 @@ def test_sizes_may_be_a_list_with_one_for_each_layer(tmp_path: Path) -> None:
     changes = {"num_experts": 4, "moe_topk": [2, 1, 2], "moe_intermediate_size": [32, 32, 32], "head_dim": 16}
     oracle = make_model("HunYuanMoEV1", changes, tmp_path, seed=1)
     assert_greedy(tmp_path, [[3, 1, 4, 1, 5], [9, 2]], 6, oracle)
+
+
+def test_rotations_may_be_as_slow_as_those_of_falcon_h1(tmp_path: Path) -> None:
+    _, changes = RECURRENT["falcon-h1"]
+    rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e11}}
+    oracle = make_model("FalconH1", {**changes, **rotation}, tmp_path, seed=1)
+    assert_greedy(tmp_path, [[3, 1, 4, 1, 5], [9, 2]], 6, oracle, kernels="sdpa")

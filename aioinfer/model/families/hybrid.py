@@ -202,6 +202,8 @@ class FalconH1(Bamba):
     layer_types: frozenset[str] = frozenset({"hybrid"})
 
     def unsupported_reason(self, config: Any) -> str | None:
+        if self._activation(config) != "silu":
+            return f"the activation {self._activation(config)}"
         if config.attention_bias or config.mlp_bias or config.mamba_proj_bias:
             return "biases in front of factors"
         if config.mamba_rms_norm and config.mamba_norm_before_gate:

@@ -23,6 +23,9 @@ from aioinfer.model.moe.sparse import GATE_UP_DOWN, TOGETHER, GatedExpert
 
 __all__ = ["Mixture"]
 
+#: beginnings of the names of layers that predict further tokens, in K-EXAONE and Mellum, and in ERNIE 4.5
+_FURTHER = ("mtp.", "model.mtp_")
+
 
 @dataclass(frozen=True, slots=True)
 class Mixture(LlamaLike):
@@ -70,7 +73,7 @@ class Mixture(LlamaLike):
         # Of some configs the class has no such field, and files have it.
         count = (getattr(config, "num_nextn_predict_layers", None) or 0) + config.num_hidden_layers
         later = range(config.num_hidden_layers, count)
-        if name.startswith(tuple(f"model.layers.{index}." for index in later)):
+        if name.startswith((*_FURTHER, *(f"model.layers.{index}." for index in later))):
             return True
         shared = self.shared is not None and f"{self.shared}." in name.replace("_gate.", ".")
         return shared and not self._shared_middle(config)
