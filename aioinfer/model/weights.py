@@ -76,8 +76,14 @@ class Weights:
         part.copy_(self._read(name, tuple(part.shape)))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor on the device of this object's, with ``dtype`` or this object's."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
+        """An uninitialised tensor on the device of this object's, with ``dtype`` or this object's. Raises
+        ConfigError if the processor's memory cannot hold it."""
+        try:
+            return torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
+        except RuntimeError as error:
+            if self._device.type != "cpu":
+                raise
+            raise ConfigError(f"model: no memory for weights shaped {shape}, as stated") from error
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Count a tensor as taken, without reading it. Raises ConfigError if it is missing or has another

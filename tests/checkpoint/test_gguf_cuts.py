@@ -70,6 +70,14 @@ SEED = (
 BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 
 
+#: Youtu-LLM's signs and letters of East Asia, and then as Tekken with contractions
+YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|"
+    "[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|"
+    "[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
+
+
 def splits(*patterns: str) -> Steps:
     return [pre_tokenizers.Split(Regex(pattern), "isolated", invert=False) for pattern in patterns]
 
@@ -108,6 +116,8 @@ PUBLISHED: dict[str, tuple[Steps, bool]] = {
     "kimi-k2": ([*splits(KIMI), BYTES], False),
     "bailingmoe2": ([*splits(BAILING), BYTES], False),
     "seed-coder": ([*splits(SEED), BYTES], False),
+    "youtu": ([*splits(YOUTU, GPT4O.replace("{1,3}", "")), BYTES], False),
+    "stablelm2": ([*splits(QWEN2), BYTES], False),
     "poro-chat": ([*splits(BLOOM), BYTES], False),
     "viking": ([*splits(BLOOM), *digits(), BYTES], False),
     "deepseek-coder": ([*splits(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN), *digits(), BYTES], False),

@@ -183,7 +183,8 @@ def test_variants_of_glm_4_with_other_rows_or_layers_are_refused(tmp_path: Path)
     written("glm4", tmp_path)
     file = GGUFFile(tmp_path / "m.gguf")
     assert config_with(file, rope__dimension_sections=[0, 0, 0, 0]) == config_of(file)
-    for changes in ({"rope__dimension_sections": [8, 12, 12, 0]}, {"nextn_predict_layers": 1}):
+    further = {"nextn_predict_layers": 1, "block_count": 4}
+    for changes in ({"rope__dimension_sections": [8, 12, 12, 0]}, further):
         with pytest.raises(ConfigError, match="GGUF files of GLM-4 for images"):
             config_with(file, **changes)
 

@@ -238,6 +238,44 @@ def test_layers_that_predict_further_tokens_have_transformers_names(tmp_path: Pa
     assert_greedy(tmp_path / "mtp.gguf", PROMPTS, 6, oracle)
 
 
+@pytest.mark.parametrize("family", ["qwen3.5", "glm4-moe"])
+@pytest.mark.parametrize("further", [0, 1])
+def test_layers_that_a_file_does_not_state_are_an_error(tmp_path: Path, family: str, further: int) -> None:
+    """They would be left out without a word, as those that predict further tokens are."""
+    make_family(family, tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    file = GGUFFile(tmp_path / "m.gguf")
+    (metadata, tensors), name = contents(file), file.metadata["general.architecture"]
+    count = metadata[f"{name}.block_count"]
+    stated = {f"{name}.block_count": count - 1 + further, f"{name}.nextn_predict_layers": further}
+    write_file(tmp_path / "few.gguf", {**metadata, **stated}, name, tensors)
+    with pytest.raises(ConfigError, match=f"blk.{count - 1}"):
+        load(tmp_path / "few.gguf")
+
+
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2", "llama"])
+def test_absurd_numbers_of_layers_take_no_memory(tmp_path: Path, architecture: str) -> None:
+    """2**32 - 1 took 32 GiB in a list of them."""
+    sizes = {"block_count": 2**32 - 1, "embedding_length": 32, "context_length": 64}
+    sizes |= {"attention.head_count": 1, "ssm.time_step_rank": 1, "ssm.inner_size": 32, "ssm.conv_kernel": 4}
+    sizes |= {"ssm.state_size": 16, "ssm.group_count": 1, "shortconv.l_cache": 3}
+    stated = {f"{architecture}.{key}": value for key, value in sizes.items()}
+    stated |= {f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5}
+    write_file(tmp_path / "many.gguf", stated, architecture)
+    with pytest.raises(ConfigError, match="4294967295 layers"):
+        open_checkpoint(tmp_path / "many.gguf").config()
+
+
+def test_experts_that_no_memory_can_hold_are_an_error(tmp_path: Path) -> None:
+    make_family("mixtral", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    metadata, tensors = contents(GGUFFile(tmp_path / "m.gguf"))
+    stated = {**metadata, "llama.feed_forward_length": 2**31 - 1}
+    write_file(tmp_path / "wide.gguf", stated, "llama", tensors)
+    with pytest.raises(ConfigError, match="no memory for weights shaped"):
+        load(tmp_path / "wide.gguf")
+
+
 def test_a_gate_of_one_row_may_have_lost_it(tmp_path: Path) -> None:
     """llama.cpp's quantiser drops dimensions of 1."""
     oracle = make_family("qwen3.5-moe", tmp_path / "hf")

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["ADDED", "CONTROL", "config_of", "end_tokens", "name_of", "rope_of"]
 
 _NUMBER = (int, float)
+#: more are damage, of which no list is made
+_MOST_LAYERS = 10_000
 #: rotary factors from here on stand for no rotation
 _NEVER = 1e29
 #: parameters of YaRN in a config, and their names in metadata; transformers' defaults apply without them
@@ -116,7 +118,9 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
     heads, hidden = number("attention.head_count"), number("embedding_length")
     # Of all blocks the last ones may predict further tokens.
-    layers = number("block_count") - number("nextn_predict_layers", 0)
+    blocks = number("block_count")
+    layers = blocks - number("nextn_predict_layers", 0)
+    _check_blocks(file, blocks, layers)
     for name, size in (("attention.head_count", heads), ("embedding_length", hidden)):
         if size < 1:
             raise ConfigError(f"model: {prefix}.{name} of the GGUF file is {size}")
@@ -152,6 +156,19 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
         "eos_token_id": ends or None,
         **architecture.more(Common(file, prefix, layers, hidden, heads, size, context, rope)),
     }
+
+
+def _check_blocks(file: GGUFFile, blocks: int, layers: int) -> None:
+    """Raise ConfigError for absurd numbers, and for blocks that are no layers: those that predict further
+    tokens may be left out, others not."""
+    if max(blocks, layers) > _MOST_LAYERS:
+        raise ConfigError(f"model: the GGUF file states {max(blocks, layers)} layers")
+    last = max((int(match[1]) for match in map(_BLOCK.fullmatch, file.tensors) if match), default=-1)
+    if last >= blocks or (last >= layers and f"blk.{layers}.nextn.eh_proj.weight" not in file.tensors):
+        raise ConfigError(
+            f"model: the GGUF file has tensors of blk.{last}, and states {layers} layers and "
+            f"{blocks - layers} that predict further tokens"
+        )
 
 
 def end_tokens(file: GGUFFile) -> list[int]:

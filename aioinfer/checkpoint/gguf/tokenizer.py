@@ -46,6 +46,12 @@ def _by_case(ending: str, numbers: str, but: str = "", after: str = r"[\r\n/]*")
 
 
 _TEKKEN, _GPT4O = _by_case("", r"\p{N}"), _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+#: signs and letters of East Asia in Youtu-LLM
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+"
+    "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
 _KIMI = r"\p{Han}+|" + _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}", r"&&[^\p{Han}]", r"[\r\n]*")
 _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
@@ -119,9 +125,10 @@ _CUTS: dict[str, Callable[[Any], Any]] = {
     "viking": _cuts(_BLOOM, r"\p{N}"),
     "kimi-k2": _cuts(_KIMI),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _cuts(_QWEN2, composed=True)),
-    **dict.fromkeys(("hunyuan", "grok-2", "solar-open"), _cuts(_QWEN2)),
+    **dict.fromkeys(("hunyuan", "grok-2", "solar-open", "stablelm2"), _cuts(_QWEN2)),
     "qwen35": _cuts(_QWEN35, composed=True),
     "tekken": _cuts(_TEKKEN),
+    "youtu": _cuts(_YOUTU, _by_case(f"{_CONTRACTIONS}?", r"\p{N}")),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _cuts(_GPT4O)),
     **dict.fromkeys(("tiny_aya", "cohere2moe"), _cuts(r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     "deepseek-llm": _cuts(
@@ -138,7 +145,7 @@ _RULES = {"gpt2": "gpt-2", "qwen2": "qwen2", "gptneox": "olmo", "starcoder2": "s
 #: those whose texts begin with a token
 _BEGUN = {*_LIKE_LLAMA3, "tekken"}
 #: those with whole words that merges do not lead to
-_WHOLE_WORDS = {*_BEGUN, "smaug-bpe", "glm4", "glm5", "minicpm5", "kimi-k2"}
+_WHOLE_WORDS = {*_BEGUN, "smaug-bpe", "glm4", "glm5", "minicpm5", "kimi-k2", "youtu"}
 
 
 def tokenizer_of(file: GGUFFile) -> Any | None:
@@ -270,7 +277,10 @@ def _begin(tokenizer: Any, file: GGUFFile, *, default: bool) -> None:
     special = []
     for name, parts, stated in (("bos", before, default), ("eos", after, False)):
         at = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if file.value(f"tokenizer.ggml.add_{name}_token", bool, stated) and isinstance(at, int):
+        added = file.value(f"tokenizer.ggml.add_{name}_token", bool, stated)
+        # The first files of Gemma 4 deny it.
+        added = added or (name == "bos" and file.metadata["tokenizer.ggml.model"] == "gemma4")
+        if added and isinstance(at, int):
             parts.append(tokens[at])
             special.append((tokens[at], at))
     if special:

@@ -30,8 +30,6 @@ Values = Callable[["torch.Tensor"], "torch.Tensor"]
 #: of rotations in files that state none
 DEFAULT_BASE = 10_000.0
 NUMBER = (int, float)
-#: more are damage, of which no list is made
-_MOST_LAYERS = 10_000
 FULL, SLIDING = "full_attention", "sliding_attention"
 #: names of norms behind the parts of a layer, and of those on both sides
 POST_NORMS = {
@@ -131,8 +129,6 @@ LESS_ONE: Mapping[str, Values] = {"norm.weight": less_one}
 def per_layer(common: Common, name: str, default: int | None = None) -> list[int]:
     """A number of each layer, which may be stated once for all of them. Raises ConfigError."""
     stated = common.value(name, (int, list), default)
-    if common.layers > _MOST_LAYERS:
-        raise ConfigError(f"model: the GGUF file states {common.layers} layers")
     if isinstance(stated, int):
         return [stated] * common.layers
     if len(stated) < common.layers or not all(isinstance(each, int) for each in stated):
@@ -166,8 +162,6 @@ def windows(common: Common, *, default: int, period: int) -> dict[str, Any]:
     pattern = common.value("attention.sliding_window_pattern", (int, list), period)
     if window < 0 or (isinstance(pattern, int) and pattern < 0):
         raise ConfigError(f"model: {common.prefix}.attention.sliding_window of the GGUF file is negative")
-    if common.layers > _MOST_LAYERS:
-        raise ConfigError(f"model: the GGUF file states {common.layers} layers")
     if isinstance(pattern, int):
         sliding = [pattern == 0 or (layer + 1) % pattern != 0 for layer in range(common.layers)]
     elif len(pattern) == common.layers and all(isinstance(each, int) for each in pattern):
