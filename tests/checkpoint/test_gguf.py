@@ -354,6 +354,17 @@ def examine(path: Path) -> None:
     checkpoint.tokenizer()
 
 
+def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("qwen3-blocks", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "Q8_0")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf", "r+")
+    (damaged,) = (each for each in reader.tensors if each.name == "blk.1.ffn_up.weight")
+    damaged.data[0, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
+    reader.data.flush()
+    with pytest.raises(ConfigError, match=r"mlp\.up_proj\.weight has scales that are not finite"):
+        load_model(tmp_path / "m.gguf", LoadOptions(device=torch.device("cpu"), kernels="native"))
+
+
 @rest(SECONDS)
 def test_damaged_files_are_errors_in_words(tmp_path: Path) -> None:
     """Cut anywhere, with any byte of the header changed, and with sizes that promise anything."""

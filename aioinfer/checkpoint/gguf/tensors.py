@@ -67,6 +67,8 @@ class StoredTensors(Tensors):
             rows = stored.shape[1]
             data = data[at * rows : (at + 1) * rows]
         values, scales, offsets = unpack(data)
+        if not (np.isfinite(scales).all() and (offsets is None or np.isfinite(offsets).all())):
+            raise ConfigError(f"model: {name} has scales that are not finite")
         return QuantisedMatrix(
             torch.from_numpy(values),
             torch.from_numpy(scales),

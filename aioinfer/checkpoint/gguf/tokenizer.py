@@ -280,7 +280,7 @@ def _begin(tokenizer: Any, file: GGUFFile, *, default: bool) -> None:
         added = file.value(f"tokenizer.ggml.add_{name}_token", bool, stated)
         # The first files of Gemma 4 deny it.
         added = added or (name == "bos" and file.metadata["tokenizer.ggml.model"] == "gemma4")
-        if added and isinstance(at, int):
+        if added and isinstance(at, int) and at >= 0:
             parts.append(tokens[at])
             special.append((tokens[at], at))
     if special:
