@@ -235,6 +235,35 @@ def test_a_head_in_a_damaged_file_is_an_error(heads: dict[str, Head], tmp_path: 
 
 
 @rest(SECONDS)
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_head_that_states_fewer_positions_than_the_model_drafts_at_all_of_them(
+    kind: str, kernels: str, heads: dict[str, Head], tmp_path: Path
+) -> None:
+    """EAGLE-3 heads state 2,048 as a rule, whatever their model has; prompts and outputs go beyond."""
+    require(kernels)
+    folder = tmp_path / "head"
+    shutil.copytree(heads[kind].speculation, folder)
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "max_position_embeddings": 32}))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    found = []
+    for speculation in ("off", str(folder)):
+        config = EngineConfig(
+            model=str(heads[kind].model),
+            speculation=speculation,
+            attention_backend=kernels,
+            max_draft_tokens=4,
+            **SETTINGS,
+        )
+        with LLM(config) as llm:
+            found.append([each.token_ids for each in llm.generate([[5, 6, 7], [8] * 70], params)])
+            drafted = llm.stats().drafted_tokens
+    assert found[0] == found[1]
+    assert drafted > 2 * 40
+
+
+@rest(SECONDS)
 def test_models_without_hidden_states_have_no_heads(heads: dict[str, Head]) -> None:
     with pytest.raises(ConfigError, match=r"^speculation: no EAGLE-3 head can draft: transformers"):
         started(heads["eagle3"].model, heads["eagle3"].speculation, transformers_fallback=True)

@@ -61,7 +61,9 @@ class DFlashHead(DraftHead):
         device: torch.device,
     ) -> None:
         """``config``: of a Qwen3 with the head's layers; ``stated``: its config.json. Raises ConfigError."""
-        spec, positions, count = target.spec, longest(config), config.num_hidden_layers
+        spec, count = target.spec, config.num_hidden_layers
+        # Heads state the length that they were trained with, and have entries of all positions.
+        positions = max(longest(config), spec.max_model_len)
         places, hidden = dflash_places(stated, spec.num_layers, count), spec.hidden_size
         block, inner = stated.get("block_size"), stated.get("dflash_config")
         mask = inner.get("mask_token_id") if isinstance(inner, dict) else None

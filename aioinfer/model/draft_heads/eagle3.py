@@ -61,7 +61,9 @@ class Eagle3Head(DraftHead):
         device: torch.device,
     ) -> None:
         """``config``: of a Llama with the head's layer; ``stated``: its config.json. Raises ConfigError."""
-        spec, positions = target.spec, longest(config)
+        spec = target.spec
+        # Heads state the length that they were trained with, and have entries of all positions.
+        positions = max(longest(config), spec.max_model_len)
         places, hidden = eagle3_places(stated, spec.num_layers), spec.hidden_size
         source = Source(config, weights, kernels, 1, device, positions)
         self._fc = source.linear(["fc"], [hidden], len(places) * hidden, bias=False)
