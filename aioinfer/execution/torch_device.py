@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.adapter import ADAPTER_FILES
+from aioinfer.checkpoint.files import checkpoint_at
+from aioinfer.checkpoint.identity import digest
 from aioinfer.checkpoint.libraries import preload_torch
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import SPECULATION, EngineConfig
@@ -176,7 +178,7 @@ class TorchDevice:
             + ("" if head is None else f", drafts by {head.kind}"),
             page_size=config.positions_per_page,
             page_bytes=0 if self._pages is None else self._pages.page_bytes,
-            page_layout="" if self._pages is None else self._pages.layout,
+            page_layout="" if self._pages is None else self._pages.layout + self._entries_of(head),
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
             edit_token_ids=spec.edit_token_ids,
@@ -238,6 +240,16 @@ class TorchDevice:
                 f"{self._config.positions_per_page}"
             )
         return draft
+
+    def _entries_of(self, head: DraftHead | None) -> str:
+        """What tells the entries of a head, which are in pages, from those of others."""
+        if head is None:
+            return ""
+        # A layer of the model's checkpoint is told by the model's identity.
+        own = not self._drafts
+        return f"; {head.kind}" + (
+            "" if own else " " + digest(checkpoint_at(locate(self._config.speculation)).files())
+        )
 
     def _load_head(self, model: CausalLM, device: torch.device, kind: str) -> DraftHead | None:
         """See :func:`~aioinfer.execution.draft_checks.load_draft_head`."""

@@ -366,6 +366,30 @@ def test_entries_are_stored_with_pages(
 
 
 @rest(SECONDS)
+def test_entries_of_one_head_are_not_those_of_another(heads: dict[str, Head], tmp_path: Path) -> None:
+    """Pages are stored under the name of the head whose entries they have."""
+    require("native")
+    head, folder = heads["eagle3"], tmp_path / "further"
+    shutil.copytree(head.speculation, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc.weight"] *= 2
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    cached = []
+    for speculation in (head.speculation, str(folder), str(folder), head.speculation):
+        config = EngineConfig(
+            model=str(head.model),
+            speculation=speculation,
+            prefix_cache_dir=str(tmp_path / "pages"),
+            **SETTINGS,
+        )
+        with LLM(config) as llm:
+            (found,) = llm.generate([[3 + 5 * at % 800 for at in range(80)]], params)
+        cached.append(found.usage.cached_tokens)
+    assert cached == [0, 0, 64, 64]
+
+
+@rest(SECONDS)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["mtp-moe", "eagle3", "dflash"])
 def test_matrices_of_heads_are_quantised_as_those_of_models(
