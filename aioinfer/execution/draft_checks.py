@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, OutOfMemory
 
 if TYPE_CHECKING:
     from aioinfer.model.draft_heads.base import DraftHead
@@ -57,6 +57,7 @@ def load_draft_head(
 
     Raises:
         ConfigError: the head in the directory cannot draft.
+        OutOfMemory: there is no memory for it.
     """
     from aioinfer.model.decoder import Decoder
     from aioinfer.model.draft_heads.loading import load_head, load_mtp, no_head, no_mtp
@@ -75,7 +76,7 @@ def load_draft_head(
         if kind:
             return load_head(target, locate(config.speculation), options, claim)
         return load_mtp(target, opened, options, claim)
-    except ConfigError as error:
+    except (ConfigError, OutOfMemory) as error:
         if kind:
             raise
         message = str(error).removeprefix("model: ")

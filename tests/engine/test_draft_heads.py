@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution import torch_device
+from aioinfer.execution.draft_checks import load_draft_head
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
@@ -295,6 +297,26 @@ def test_a_model_with_a_damaged_mtp_layer_runs_without(
         assert llm._core.info.draft_head == ""
     assert len(found.token_ids) == 3
     assert [record.getMessage() for record in caplog.records if told in record.getMessage()]
+
+
+@rest(SECONDS)
+def test_a_model_whose_mtp_layer_finds_no_memory_runs_without(
+    heads: dict[str, Head], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that was asked for is an error."""
+
+    def full(*_: object) -> None:
+        raise OutOfMemory("the weights take 1.00 GiB, and 0.50 are left")
+
+    def load(config: EngineConfig, options: Any, model: Any, kind: str, claim: object) -> Any:
+        return load_draft_head(config, options, model, kind, full)
+
+    monkeypatch.setattr(torch_device, "load_draft_head", load)
+    with caplog.at_level(logging.WARNING, "aioinfer"):
+        started(heads["mtp"].model, "auto")
+    assert "does not draft: the weights take 1.00 GiB" in caplog.text
+    with pytest.raises(OutOfMemory, match="the weights take"):
+        started(heads["eagle3"].model, heads["eagle3"].speculation)
 
 
 @rest(SECONDS)
