@@ -8,6 +8,7 @@ files and one version of the libraries.
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import logging
 import os
@@ -44,6 +45,13 @@ class KeptConfig:
         """``record``: from :meth:`record_of`."""
         made: KeptConfig = object.__new__(type(cls.__name__, (cls,), ast.literal_eval(record["declared"])))
         vars(made).update(ast.literal_eval(record["stated"]))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptConfig:
+        kind = type(self)
+        declared = {name: value for name, value in vars(kind).items() if not name.startswith("_")}
+        made: KeptConfig = object.__new__(type(kind.__name__, kind.__bases__, copy.deepcopy(declared, memo)))
+        vars(made).update(copy.deepcopy(vars(self), memo))
         return made
 
     def get_text_config(self) -> KeptConfig:

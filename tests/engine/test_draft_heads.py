@@ -320,6 +320,19 @@ def test_a_model_whose_mtp_layer_finds_no_memory_runs_without(
 
 
 @rest(SECONDS)
+@pytest.mark.parametrize("kind", ["mtp", "mtp-deepseek"])
+def test_an_mtp_layer_drafts_for_a_model_whose_weights_are_cached(
+    kind: str, heads: dict[str, Head], tmp_path: Path
+) -> None:
+    require("native")
+    folder = tmp_path / "model"
+    shutil.copytree(heads[kind].model, folder)
+    for _ in range(2):
+        with LLM(EngineConfig(model=str(folder), cache_weights=True, threads=1)) as llm:
+            assert llm._core.info.draft_head == "MTP"
+
+
+@rest(SECONDS)
 def test_the_doctor_says_what_drafts(heads: dict[str, Head]) -> None:
     def told(model: object, speculation: str) -> str:
         findings = examine(EngineConfig(model=str(model), speculation=speculation))

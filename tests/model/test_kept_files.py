@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -81,6 +82,23 @@ def test_a_kept_config_has_the_same_fields(tmp_path: Path, family: str) -> None:
             # What a class declares decides which fields are read.
             if hasattr(config, name):
                 assert hasattr(type(kept), name) == hasattr(type(config), name), name
+
+
+def test_a_kept_longrope_config_has_the_factors_of_a_length(tmp_path: Path) -> None:
+    """And keeps its own: what is copied is no part of the class either."""
+    make_checkpoint("phi3-longrope", tmp_path)
+    _, whole = open_model(tmp_path, True)
+    for length in (256, None):
+        parts = [open_model(tmp_path, True, keep=keep, length=length)[1] for keep in (False, True, True)]
+        assert isinstance(parts[2], KeptConfig)
+        assert parts[0].rope_parameters == parts[1].rope_parameters == parts[2].rope_parameters
+        assert (parts[2].rope_parameters == whole.rope_parameters) == (length is None)
+    one = open_model(tmp_path, True, keep=True)[1]
+    other = copy.deepcopy(one)
+    other.num_hidden_layers = 1
+    other.rope_parameters["short_factor"][0] = 9.0
+    assert one.num_hidden_layers == whole.num_hidden_layers
+    assert one.rope_parameters == whole.rope_parameters
 
 
 def test_the_second_opening_reads_what_the_first_one_kept(
