@@ -56,12 +56,15 @@ async def use():
     tasks.append(len(asyncio.all_tasks()) - 1)
     assert loop.get_exception_handler() is handler
 
-before = state()
+before, known = state(), set(threading.enumerate())
 for factory in (asyncio.new_event_loop, uvloop.new_event_loop, asyncio.new_event_loop):
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(use())
+for each in set(threading.enumerate()) - known:
+    each.join(20)  # its work is done, but it may not have had its turn to end
 after = state()
-print(json.dumps([[key for key in before if before[key] != after[key]], tasks, sorted(texts)]))
+changed = [f"{key}: {after[key]}" for key in before if before[key] != after[key]]
+print(json.dumps([changed, tasks, sorted(texts)]))
 """
 
 
