@@ -15,6 +15,7 @@ A draft changes speed and nothing else: an entry that is missing or stale costs 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -49,7 +50,7 @@ class Target(Protocol):
         """Logits [N, vocab_size] of normed hidden states [N, hidden]."""
 
 
-class DraftHead:
+class DraftHead(ABC):
     """A head of one kind; subclasses say what its layers read. Launch thread only, once it is made.
 
     ``features`` are the inputs of a position besides its token, [N, hidden] in the model's dtype: made of the
@@ -140,9 +141,9 @@ class DraftHead:
         """Logits of the tokens of the model, [N, vocab_size]."""
         return self.target.to_logits(normed)
 
+    @abstractmethod
     def _inputs(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual in front of the first layer, and what its mixer reads if that is not its norm."""
-        raise NotImplementedError
 
     def _at_once(self, hidden: torch.Tensor, batch: Batch, attention: Attention) -> torch.Tensor:
         """The normed residual behind all layers, by one call."""

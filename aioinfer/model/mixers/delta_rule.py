@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.batch import Batch
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import MixerStep
-from aioinfer.model.mixers.short_conv import CausalConv, states_before
+from aioinfer.model.mixers.scan import scan
+from aioinfer.model.mixers.short_conv import CausalConv
 from aioinfer.model.rope import Rope
-from aioinfer.model.state import RowStates, StateShape
+from aioinfer.model.state import StateShape
 
 __all__ = ["DeltaHeads", "DeltaRule"]
 
@@ -108,31 +108,10 @@ class DeltaRule:
         tokens = _Tokens(
             q * heads.key_dim**-0.5, k, v.view(count, heads.value_heads, -1), decay, strength.sigmoid()
         )
-        result = states.own(self._apply(tokens, states, batch), batch).to(normed.dtype).float()
+        result = states.own(scan(tokens, states, self.state, batch), batch).to(normed.dtype).float()
         result = torch.rms_norm(result, (heads.value_dim,), self.norm, self.eps)
         gated = result * F.silu(z.float()).view_as(result)
         return self.out(gated.to(normed.dtype).flatten(1))
-
-    def _apply(self, tokens: _Tokens, states: RowStates, batch: Batch) -> torch.Tensor:
-        """The rule: [T, value_heads, value_dim] float32, of all positions that the rows go through. Writes
-        the state of all rows."""
-        cells, results = states.pool.tensors[self.state], []
-        decodes, lengths = states.lengths(batch)
-        if decodes:
-            rows = slice(0, decodes)
-            state = states_before(states, self.state, rows)
-            results.append(tokens.step(rows, state))
-            cells.index_copy_(0, states.write[rows], state)
-        at = decodes
-        for row, (count, kept) in enumerate(lengths, decodes):
-            rows = slice(row, row + 1)
-            state = states_before(states, self.state, rows)
-            for token in range(at, at + count):
-                results.append(tokens.step(slice(token, token + 1), state))
-                if token + 1 == at + kept:
-                    cells.index_copy_(0, states.write[rows], state)
-            at += count
-        return torch.cat(results)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from aioinfer.model.batch import Batch
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import MixerStep
-from aioinfer.model.mixers.short_conv import CausalConv, states_before
+from aioinfer.model.mixers.scan import scan
+from aioinfer.model.mixers.short_conv import CausalConv
 from aioinfer.model.rope import Rope
-from aioinfer.model.state import RowStates, StateShape
+from aioinfer.model.state import StateShape
 
 __all__ = ["Mamba2", "MambaHeads"]
 
@@ -105,33 +105,12 @@ class Mamba2:
         steps = states.extend(self.state, steps, batch).float()
         steps = F.softplus(steps * self.step_scale + self.bias)
         tokens = _Tokens(x * steps[..., None], b, c, (-self.rate * steps).exp())
-        result = torch.addcmul(self._apply(tokens, states, batch), x, self.skip[:, None])
+        result = torch.addcmul(scan(tokens, states, self.state, batch), x, self.skip[:, None])
         gated = states.own(result, batch).flatten(1) * F.silu(gates.float() * self.gate_scale)
         if self.norm is not None:
             groups = gated.unflatten(1, (heads.groups, -1))
             gated = torch.rms_norm(groups, groups.shape[-1:], None, self.eps).flatten(1) * self.norm
         return self.out(gated.to(normed.dtype))
-
-    def _apply(self, tokens: _Tokens, states: RowStates, batch: Batch) -> torch.Tensor:
-        """What tokens read: [T, heads, head_dim] float32, of all positions that the rows go through. Writes
-        the state of all rows."""
-        cells, results = states.pool.tensors[self.state], []
-        decodes, lengths = states.lengths(batch)
-        if decodes:
-            rows = slice(0, decodes)
-            state = states_before(states, self.state, rows)
-            results.append(tokens.step(rows, state))
-            cells.index_copy_(0, states.write[rows], state)
-        at = decodes
-        for row, (count, kept) in enumerate(lengths, decodes):
-            rows = slice(row, row + 1)
-            state = states_before(states, self.state, rows)
-            for token in range(at, at + count):
-                results.append(tokens.step(slice(token, token + 1), state))
-                if token + 1 == at + kept:
-                    cells.index_copy_(0, states.write[rows], state)
-            at += count
-        return torch.cat(results)
 
 
 @dataclass(frozen=True, slots=True)
