@@ -213,7 +213,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("checks what Linux alone has")
     spec = getattr(item, "callspec", None)
     values = spec.params.values() if spec is not None and simulated() else ()
-    chosen = any(isinstance(value, str) and value == "native" for value in values)
+    # a value itself, or one of the settings that a value has
+    each = (one for value in values for one in (value.values() if isinstance(value, dict) else [value]))
+    chosen = any(isinstance(one, str) and one == "native" for one in each)
     if chosen or item.get_closest_marker("native") is not None:
         from tests.compiled import require_native
 

@@ -45,11 +45,13 @@ async def _battery(schemas: range, regexes: range, neighbours: range, **settings
     return tally.counts
 
 
+@pytest.mark.native
 async def test_a_handful_of_random_grammars_is_obeyed() -> None:
     counts = await _battery(range(4), range(2), range(2), mode="fdfo", window=1, max_tokens=64)
     assert counts["json_schema stop"] > 0
 
 
+@pytest.mark.native
 @rest(SECONDS)
 @pytest.mark.parametrize(("mode", "window"), [("sync", 1), ("fdfo", 2)])
 async def test_random_grammars_are_obeyed(mode: str, window: int) -> None:
@@ -62,6 +64,7 @@ async def test_random_grammars_are_obeyed(mode: str, window: int) -> None:
     assert counts["regex stop"] > 5
 
 
+@pytest.mark.native
 @nightly(SIMULATION)
 @pytest.mark.parametrize(("mode", "window"), COMBINATIONS)
 async def test_300_random_schemas_and_100_regexes_are_obeyed(mode: str, window: int) -> None:
@@ -168,6 +171,7 @@ def test_every_constraint_gives_the_same_in_every_way(way: str, expected: list[t
     assert min(reasons["stop"], reasons["length"]) > 20
 
 
+@pytest.mark.native
 @rest(SECONDS)
 @pytest.mark.parametrize("kind", CONSTRAINTS)
 async def test_the_bundled_model_gives_the_same_in_every_way(kind: str) -> None:

@@ -362,6 +362,7 @@ async def test_streams_that_are_rewritten_at_random(
 # -- models --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.native
 @rest(SECONDS)
 async def test_a_grammar_holds_behind_what_is_injected() -> None:
     async with Engine() as engine:

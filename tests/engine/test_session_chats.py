@@ -162,6 +162,7 @@ async def test_a_reader_of_its_own_says_what_the_answer_is(make_engine: MakeEngi
         assert session.messages == [*second, {"role": "assistant", "content": result.text}]
 
 
+@pytest.mark.native
 @rest(SECONDS)
 async def test_the_bundled_model_remembers_and_computes_the_new_tokens_only() -> None:
     """Ten forks with ten seeds, against ten requests without a cache, in deterministic mode: to the bit."""

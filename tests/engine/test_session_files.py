@@ -162,6 +162,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.native
 @rest(PROGRAM)
 async def test_another_process_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """The bundled model: with a session, without one, and with one that was loaded elsewhere."""

@@ -12,7 +12,7 @@ from aioinfer import LLM, EngineConfig, Result, SamplingParams
 from tests.model.harness import require
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import KINDS, Checkpoint, config
-from tests.tiers import SECONDS, rest, thinned
+from tests.tiers import SECONDS, rest
 
 PROMPT = list(range(1, 46))
 PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -35,7 +35,7 @@ def ask(settings: EngineConfig) -> tuple[Result, int]:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize(("family", "kernels"), thinned([pytest.param(*each) for each in KINDS], 5))
+@pytest.mark.parametrize(("family", "kernels"), KINDS)
 def test_another_engine_goes_on_from_stored_pages(
     checkpoint: Checkpoint, family: str, kernels: Any, tmp_path: Path
 ) -> None:
