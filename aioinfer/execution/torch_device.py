@@ -245,11 +245,11 @@ class TorchDevice:
         """What tells the entries of a head, which are in pages, from those of others."""
         if head is None:
             return ""
-        # A layer of the model's checkpoint is told by the model's identity.
-        own = not self._drafts
-        return f"; {head.kind}" + (
-            "" if own else " " + digest(checkpoint_at(locate(self._config.speculation)).files())
-        )
+        if not self._drafts:  # a layer of the model's checkpoint, which the model's identity tells
+            return f"; {head.kind}"
+        name = self._config.speculation
+        random = self._config.load_format == "random"
+        return f"; {head.kind} {name if random else digest(checkpoint_at(locate(name)).files())}"
 
     def _load_head(self, model: CausalLM, device: torch.device, kind: str) -> DraftHead | None:
         """See :func:`~aioinfer.execution.draft_checks.load_draft_head`."""

@@ -425,6 +425,19 @@ def test_entries_of_one_head_are_not_those_of_another(heads: dict[str, Head], tm
 
 
 @rest(SECONDS)
+def test_a_head_of_random_weights_needs_no_files(heads: dict[str, Head], tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    shutil.copy(Path(heads["eagle3"].speculation) / "config.json", folder)
+    config = EngineConfig(
+        model=str(heads["eagle3"].model), speculation=str(folder), load_format="random", threads=1
+    )
+    with LLM(config) as llm:
+        assert llm._core.info.draft_head == "EAGLE-3"
+        assert len(llm.generate([[3, 8, 13]], SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids) == 8
+
+
+@rest(SECONDS)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["mtp-moe", "eagle3", "dflash"])
 def test_matrices_of_heads_are_quantised_as_those_of_models(
