@@ -30,13 +30,18 @@ _log = logging.getLogger("aioinfer")
 FEW = 8
 #: what verifying must promise to bring in tokens per second, as a factor, before it is worth a try
 _WORTH = 1.03
-#: number of steps in which a request is asked once for drafts that are not expected to pay
+#: number of steps in which a request is asked once for drafts that are not expected to pay, and after which
+#: steps with drafts are hoped to be a little faster than they were
 _PROBE = 16
 #: what asking a drafter takes, in seconds, and the share of a step that may go into it
 _ASKING = 1e-5
 _ASKING_SHARE = 0.02
 #: where not all are asked and no drafts are worth it, number of steps of which one asks at all
 _LONGEST_PAUSE = 16
+#: steps with drafts, one behind the other, after which what steps without take is measured again, which is
+#: what drafts are judged by; the first of the two in which it is still waits to be planned
+_REFRESH = 64
+_PLAIN = 2
 #: steps for which a request whose drafts were verified is asked before others: overlap takes it out of one
 _WARM = 3
 #: drafts that are less likely than this to be right are never verified
@@ -48,7 +53,7 @@ STASHED = 32
 #: number of steps between two looks for requests whose hidden states are to be made into entries, and how
 #: many of them are worth that
 _LOOKS = 4
-_ENOUGH = 8
+_ENOUGH = 12
 #: numbers of drafts that are looked at to see whether any would pay
 _SOME = (1, 3, 7, 15)
 #: how many of them are expected to be right, by the chance of each one after right ones
@@ -64,7 +69,7 @@ class Speculation:
 
     __slots__ = (
         *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_pause"),
-        *("_head_most", "_turn", "_usual", "_verified", "_verifies", "_vocab_size"),
+        *("_head_most", "_hopes", "_in_a_row", "_turn", "_usual", "_verified", "_verifies", "_vocab_size"),
         *("adaptive", "draft_recurrent", "draft_unit", "head", "overlap"),
     )
 
@@ -99,7 +104,7 @@ class Speculation:
             catch_up = STASHED // 2
         self.adaptive = adaptive
         self.overlap = overlap
-        self._turn = 0
+        self._turn = self._hopes = 0
         #: the row that is asked next, and when drafts of requests were verified lately, which go first
         self._first = 0
         self._hot: dict[int, int] = {}
@@ -119,6 +124,8 @@ class Speculation:
         self._verifies = StepCosts(like=self._decodes)
         #: positions and seconds of the last step, if it had drafts
         self._verified: tuple[int, float] | None = None
+        #: steps that had drafts, up to the newest one
+        self._in_a_row = 0
 
     def drafts(
         self, sequences: abc.Sequence[Sequence], starts: abc.Sequence[int], room: int
@@ -131,6 +138,10 @@ class Speculation:
             return {}
         if self.adaptive and not self._decodes:
             return {}  # what a step without drafts takes is learned first
+        if self.adaptive and self._in_a_row >= _REFRESH:
+            self._decodes.doubt()
+            self._in_a_row = (self._in_a_row + 1) % (_REFRESH + _PLAIN)
+            return {}
         asked = self._asked(sequences)
         least = self._least_chance(len(sequences)) if asked and self.adaptive else 0.0
         proposals: dict[int, tuple[Drafting, abc.Sequence[int]]] = {}
@@ -151,6 +162,7 @@ class Speculation:
         if not self.adaptive:
             return _in_turn({row: ids for row, (_, ids) in proposals.items()}, room)
         chosen = self._worthwhile(proposals, len(sequences), room)
+        self._in_a_row = self._in_a_row + 1 if chosen else 0
         self._hot.update((sequences[row].key, self._turn) for row in chosen)
         if asked:
             self._pause = 1 if chosen else min(2 * self._pause, _LONGEST_PAUSE)
@@ -338,8 +350,9 @@ class Speculation:
             missed = len(verifying) if self.overlap and len(verifying) * FEW < rows else 0
             if (rate := (tokens - missed) / self._verifies.of(rows + count)) > most:
                 best, most = count, rate
-        if proposals and not best:
+        if proposals and not best and self._turn >= self._hopes:
             self._verifies.hope()
+            self._hopes = self._turn + _PROBE
         counts: dict[int, int] = {}
         for _, row in chances[:best]:
             counts[row] = counts.get(row, 0) + 1

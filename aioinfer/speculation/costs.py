@@ -9,7 +9,7 @@ __all__ = ["StepCosts"]
 #: weight of the newest step
 _NEWEST = 0.2
 #: a step that took more than this multiple of the time for its size was disturbed and counts as the multiple;
-#: so does the first one of its size, in which code may have been loaded
+#: so does the first one of its size, in which code may have been loaded; of the first two the shorter counts
 _MOST = 2.0
 #: how much less steps are expected to take each time that they are not worth a try
 _HOPE = 0.01
@@ -31,6 +31,8 @@ class StepCosts:
         self._known: dict[int, float] = {}
         #: of ``_known``, rising
         self._sizes: list[int] = []
+        #: sizes of which one step is known, or too little that is new
+        self._once: set[int] = set()
 
     def __bool__(self) -> bool:
         """Anything is known."""
@@ -48,6 +50,10 @@ class StepCosts:
             seconds = min(seconds, _MOST * self.of(size)) if self else seconds
             self._sizes.insert(bisect_left(self._sizes, size), size)
             self._known[size] = seconds
+            self._once.add(size)
+        elif size in self._once:
+            self._known[size] = min(known, seconds)
+            self._once.discard(size)
         else:
             self._known[size] = known + _NEWEST * (min(seconds, _MOST * known) - known)
 
@@ -77,6 +83,10 @@ class StepCosts:
         """The largest known size of no more positions, and its seconds."""
         at = bisect_right(self._sizes, positions)
         return None if at == 0 else (self._sizes[at - 1], self._known[self._sizes[at - 1]])
+
+    def doubt(self) -> None:
+        """No such steps ran for long: the next one of a size counts in full if it is shorter."""
+        self._once.update(self._known)
 
     def hope(self) -> None:
         """Such steps are not worth their time: expect a little less, until one of them runs. Else a wrong

@@ -13,11 +13,13 @@ __all__ = ["DraftSource", "Drafting", "UsualRates"]
 #: weight of the newest draft
 _NEWEST = 0.125
 #: and of it in what is usual
-_NEWEST_OF_ALL = 0.01
+_NEWEST_OF_ALL = 0.02
 #: the share of its first expectation below which a source is not expected to fall for a new request
 _FLOOR = 1 / 3
-#: what a proposal that is not used does to the expectation: it moves so far back to the first one
+#: what a proposal that is not used does to the expectation: it moves so far back to the first one. A model's
+#: drafts cost its own time, too, and are tried less often.
 _FORGET = 0.02
+_FORGET_MODEL = 0.005
 
 
 class DraftSource(Enum):
@@ -113,7 +115,8 @@ class Drafting:
     def unused(self) -> None:
         """The latest proposal was not verified."""
         rate = self.rate_of(self.source)
-        self._rates[self.source] = rate + _FORGET * (self._usual.of(self.source) - rate)
+        weight = _FORGET_MODEL if self.source is DraftSource.MODEL else _FORGET
+        self._rates[self.source] = rate + weight * (self._usual.of(self.source) - rate)
 
     def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
         """Count ``drafted`` tokens, of which the first ``accepted`` were right."""

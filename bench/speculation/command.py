@@ -43,7 +43,7 @@ from bench.peers.checkpoint import find_model
 from bench.peers.install import add_place
 from bench.report import Report
 from bench.speculation.edits import PAIRS, predicted
-from bench.speculation.heads import find_right, find_wrong
+from bench.speculation.heads import find_heads
 from bench.speculation.pair import find_pair
 
 #: a prompt, its parameters, and the name by which a drafter knows it
@@ -131,22 +131,18 @@ async def _pair(options: argparse.Namespace, report: Report) -> None:
 
 async def _heads(options: argparse.Namespace, report: Report) -> None:
     name, place = options.model if options.model in SHAPES else "0.6b", Path(options.place)
-    target, right = find_right(name, place)
-    wrong = {"model": str(target), "load_format": "random"}
-    for kind, settings, head in (
-        ("right", {"model": str(target), "max_draft_tokens": 3, "adaptive_drafts": False}, right),
-        ("wrong", wrong, find_wrong(name, place)),
-    ):
+    right, wrong = find_heads(name, place)
+    always: dict[str, Any] = {"max_draft_tokens": 3, "adaptive_drafts": False}
+    for kind, (target, head), settings in (("right", right, always), ("wrong", wrong, {})):
         async with (
-            _engine(options, speculation="off", **settings) as plain,
-            _engine(options, speculation=str(head), **settings) as engine,
+            _engine(options, speculation="off", model=str(target)) as plain,
+            _engine(options, speculation=str(head), model=str(target), **settings) as engine,
         ):
             for batch in (1, 8) if kind == "right" else (1, 8, 32):
-                # The head drafts the first tokens alone.
-                heat = 1.0 if kind == "wrong" else 0.0
+                # The heads draft the first tokens alone.
                 asked = [
                     ([*ids[:-1], ids[-1] % 100], params, label)
-                    for ids, params, label in _random(engine, batch, options.output, temperature=heat)
+                    for ids, params, label in _random(engine, batch, options.output, temperature=0.0)
                 ]
                 await _compare(report, engine, asked, options.rounds, plain=plain, kind=kind, batch=batch)
 

@@ -1,43 +1,54 @@
-"""EAGLE-3 heads for random models: one that is always right, and one that never is.
+"""EAGLE-3 heads and random models for them: one that is always right, and one that never is.
 
 A target whose layers add nothing repeats its newest token for ever, and a head that adds nothing either,
-whose own head has the vectors of tokens, drafts just that. All products are computed all the same. A random
-head is wrong but for chance.
+whose own head has the vectors of tokens, drafts just that. Where the target's own head has the vectors of the
+tokens in front of them, it counts instead, in which no text repeats, and that head is always wrong. All
+products are computed all the same.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from bench.gpu.roofline import Shape
 from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
 from bench.peers.checkpoint import tensor_shapes
 
-__all__ = ["find_right", "find_wrong"]
+__all__ = ["find_heads"]
 
 #: tokens that a head drafts, as heads of that kind have them
 _DRAFTED = 32_000
 _ZERO = ("o_proj.weight", "down_proj.weight")
 
 
-def find_right(name: str, place: Path) -> tuple[Path, Path]:
+def find_heads(name: str, place: Path) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
     """Directories of a target in the shape of that name and of a head that is always right, for prompts that
-    end with one of its tokens; made under ``place`` unless they are there."""
+    end with one of its tokens, and of a target and a head that never is; made under ``place`` unless they are
+    there."""
+    shape = SHAPES[name]
+    counting = replace(shape, tied=False)
+    return _made(shape, place / "models" / f"head-{name}"), _made(counting, place / "models" / f"no-{name}")
+
+
+def _made(shape: Shape, start: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import save_file
 
     from aioinfer.model.weights import RandomWeights
 
-    target, head = (place / "models" / f"head-{name}-{part}" for part in ("target", "right"))
+    target, head = (start.with_name(f"{start.name}-{part}") for part in ("target", "head"))
     if (head / "model.safetensors").is_file():
         return target, head
-    shape, device = SHAPES[name], torch.device("cpu")
-    weights = RandomWeights(dtype=torch.bfloat16, device=device)
+    weights = RandomWeights(dtype=torch.bfloat16, device=torch.device("cpu"))
     tensors = {each: weights.take(each, size) for each, size in tensor_shapes(shape)}
+    words = tensors["model.embed_tokens.weight"]
     for each, tensor in tensors.items():
         if each.endswith(_ZERO):
             tensor.zero_()
+        elif each == "lm_head.weight":
+            tensor.copy_(words.roll(1, dims=0))
     write_model(shape, target)
     write_tokenizer(shape.vocab, target)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
@@ -46,19 +57,11 @@ def find_right(name: str, place: Path) -> tuple[Path, Path]:
         made[each].zero_()
     made["fc.weight"][:, : shape.hidden] = torch.eye(shape.hidden)
     count = _drafted(shape)
-    made["lm_head.weight"] = tensors["model.embed_tokens.weight"][:count].clone()
+    made["lm_head.weight"] = words[:count].clone()
     ids = torch.arange(shape.vocab)
-    save_file(
-        {**made, "d2t": torch.zeros(count, dtype=torch.int64), "t2d": ids < count},
-        _write_head(shape, head) / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    made |= {"d2t": torch.zeros(count, dtype=torch.int64), "t2d": ids < count}
+    save_file(made, _write_head(shape, head) / "model.safetensors", metadata={"format": "pt"})
     return target, head
-
-
-def find_wrong(name: str, place: Path) -> Path:
-    """The directory of a head for the shape of that name, for ``load_format="random"``."""
-    return _write_head(SHAPES[name], place / "models" / f"head-{name}-wrong")
 
 
 def _drafted(shape: Shape) -> int:

@@ -21,7 +21,7 @@ from aioinfer.execution.draft_checks import load_draft_head
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.sampler import Sampler
-from bench.speculation.heads import find_right
+from bench.speculation.heads import find_heads
 from tests.engine.test_speculation import alike
 from tests.engine.test_speculative_models import SAMPLERS, asked, run
 from tests.model.harness import require
@@ -361,18 +361,26 @@ def test_pages_have_room_for_the_entries_of_a_head(heads: dict[str, Head]) -> No
 
 @rest(SECONDS)
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_a_head_that_is_right_has_a_row_bring_all_of_its_drafts(overlap: int, tmp_path: Path) -> None:
+def test_a_row_brings_all_drafts_of_a_head_that_is_right_and_none_of_one_that_is_not(
+    overlap: int, tmp_path: Path
+) -> None:
     require("native")
-    model, head = find_right("tiny", tmp_path)
     settings: dict[str, Any] = {"threads": 1, "adaptive_drafts": False, "overlap_steps": overlap}
-    config = EngineConfig(model=str(model), speculation=str(head), max_draft_tokens=3, **settings)
     params = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
-    with LLM(config) as llm:
-        found = llm.generate([[5, 6, 7], [*range(40, 90)]], params)
-        stats = llm.stats()
-    assert [set(result.token_ids) for result in found] == [{7}, {89}]
-    assert stats.rejected_tokens == 0
-    assert stats.drafted_tokens >= 2 * 41 * 3 / 4 - 8
+    found, drafted = [], []
+    for model, head in find_heads("tiny", tmp_path):
+        config = EngineConfig(model=str(model), speculation=str(head), max_draft_tokens=3, **settings)
+        with LLM(config) as llm:
+            found.append(llm.generate([[5, 6, 7], [*range(40, 90)]], params))
+            stats = llm.stats()
+        drafted.append((stats.accepted_tokens, stats.rejected_tokens))
+    repeated, counted = ([result.token_ids for result in each] for each in found)
+    assert repeated == [[7] * 41, [89] * 41]
+    assert counted == [[*range(8, 49)], [*range(90, 131)]]
+    (accepted, none), (nothing, rejected) = drafted
+    assert none == nothing == 0
+    assert accepted >= 2 * 41 * 3 / 4 - 8
+    assert rejected > accepted
 
 
 @rest(SECONDS)
@@ -433,8 +441,8 @@ def test_a_head_of_random_weights_needs_no_files(heads: dict[str, Head], tmp_pat
         model=str(heads["eagle3"].model), speculation=str(folder), load_format="random", threads=1
     )
     with LLM(config) as llm:
-        assert llm._core.info.draft_head == "EAGLE-3"
-        assert len(llm.generate([[3, 8, 13]], SamplingParams(max_tokens=8, ignore_eos=True))[0].token_ids) == 8
+        (found,) = llm.generate([[3, 8, 13]], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert (llm._core.info.draft_head, len(found.token_ids)) == ("EAGLE-3", 8)
 
 
 @rest(SECONDS)

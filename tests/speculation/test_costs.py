@@ -257,6 +257,31 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again() -> None:
     assert chosen(speculation, batch)[0] > 4
 
 
+def test_plain_steps_are_measured_again_where_all_steps_have_drafts() -> None:
+    """The first ones, in which memory is first touched and code loaded, took three times as long."""
+    speculation, batch = Speculation(Always(), 64, 15), requests(1)
+    rate(batch[0], 0.2)
+    for took in (3.0, 3.0):
+        once(speculation, 1, took, drafts=False)
+    turns, plain = 2000, 0
+    for _ in range(turns):
+        if count := chosen(speculation, batch)[0]:
+            once(speculation, 1 + count, 1.5, drafts=True)
+        else:
+            once(speculation, 1, 1.0, drafts=False)
+            plain += 1
+    assert plain > 0.8 * turns
+
+
+def test_of_the_first_two_steps_of_a_size_the_shorter_counts() -> None:
+    costs = StepCosts()
+    costs.observe(8, 3.0)
+    costs.observe(8, 1.0)
+    assert costs.of(8) == 1.0
+    costs.observe(8, 2.0)
+    assert 1.0 < costs.of(8) < 1.5
+
+
 def test_drafts_that_cost_too_much_are_rarely_tried() -> None:
     speculation, batch = after({1: 1.0}, dict.fromkeys(range(2, 17), 3.0))
     tried = 0

@@ -69,8 +69,8 @@ class HeadWork:
     stashed: _Ints
     #: after the forward: tokens of chunks, all but the last of each, of which entries are made
     chunks: _Ints
-    #: tokens that are stashed, and where
-    kept: _Ints
+    #: tokens that are stashed, None: all, and where
+    kept: _Ints | None
     places: _Ints
 
 
@@ -94,15 +94,16 @@ class HeadPacker:
         """``first``: first sampling row of each row with drafts."""
         slots, positions = layout.slots, layout.placement.positions
         made = [*self._missing(step, layout)]
-        chunks, kept, owners = _NONE, np.arange(len(positions)), slots
+        chunks, kept, owners = _NONE, None, slots
         if layout.q_len is not None:
             owners = np.repeat(slots, layout.q_len)
         if step.prefilling:
             made += self._behind_chunks(step, layout)
             ends = layout.placement.cu_q[step.num_generating :]
-            within = kept >= ends[0]
+            every = np.arange(len(positions))
+            within = every >= ends[0]
             within[ends[1:] - 1] = False
-            chunks, kept = kept[within], kept[~within]
+            chunks, kept = every[within], every[~within]
             owners, positions = owners[kept], positions[kept]
             new = self._stop[slots] == 0
             self._first[slots[new]] = layout.starts[new]
@@ -240,7 +241,8 @@ class HeadDrafter:
         """Take what the forward has left of its positions."""
         captured = batch.captured
         assert captured is not None, "the model gives hidden states"
-        self._stash.index_copy_(0, transfer.send(work.places), captured[transfer.send(work.kept)])
+        kept = captured if work.kept is None else captured[transfer.send(work.kept)]
+        self._stash.index_copy_(0, transfer.send(work.places), kept)
         if not len(work.chunks):
             return
         at = transfer.send(work.chunks)
