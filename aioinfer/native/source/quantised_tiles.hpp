@@ -12,7 +12,7 @@
 namespace aioinfer {
 
 // Fewer rows are multiplied by vectors.
-constexpr int64_t LEAST_TILE_ROWS = 24;
+constexpr int64_t LEAST_TILE_ROWS = 28;
 // Numbers of the inner dimension that a tile has.
 constexpr int64_t TILE_NUMBERS = tiles::SIDE * UNIT;
 // Vectors of a row of a tile.
