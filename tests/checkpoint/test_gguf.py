@@ -354,6 +354,7 @@ def examine(path: Path) -> None:
     checkpoint.tokenizer()
 
 
+@pytest.mark.native
 def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     make_checkpoint("qwen3-blocks", tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "Q8_0")

@@ -193,6 +193,7 @@ def test_help_names_values_and_defaults(capsys: pytest.CaptureFixture[str]) -> N
     assert "(default: 64)" in shown
 
 
+@pytest.mark.native
 @rest(PROGRAM)
 def test_an_answer_about_an_image_is_all_that_is_printed() -> None:
     """The readme's command; where Triton is installed, too, which reports leaks."""
