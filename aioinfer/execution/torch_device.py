@@ -5,8 +5,6 @@ Torch is imported when the device is opened, on the launch thread, and not befor
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,11 +24,10 @@ from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests, stashed_drafts
-from aioinfer.forks import forked_here
+from aioinfer.execution.torch_threads import TorchThreads
 from aioinfer.ledger import LEDGER, Share
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
-from aioinfer.system.cores import check_threads, cpu_quota, default_threads
 from aioinfer.system.memory import give_back
 
 if TYPE_CHECKING:
@@ -48,8 +45,6 @@ if TYPE_CHECKING:
     from aioinfer.model.updates.recipe import PreparedUpdate
 
 __all__ = ["TorchDevice"]
-
-_log = logging.getLogger("aioinfer")
 
 #: of an adapter, while it is read: the file, its tensors, and what kernels read
 _ADAPTER_COPIES = 3
@@ -73,7 +68,7 @@ class TorchDevice:
         self._grammars = GrammarWorker(config.grammar_patience)
         self.lane = DeviceLane()
         self._adapters: AdapterSlots | None = None
-        self._threads_before: int | None = None
+        self._threads = TorchThreads()
         #: of the memory: of weights, and of adapters by their slots
         self._weights: list[Share] = []
         self._held: dict[int, Share] = {}
@@ -97,7 +92,7 @@ class TorchDevice:
 
         wanted = config = self._config = paged(self._config, device)
         if device.type == "cpu":
-            self._take_threads(config)
+            self._threads.take(config)
         try:
             head_given = ""
             if self._drafts:
@@ -144,21 +139,12 @@ class TorchDevice:
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
         self._adapters, reason = _adapters(model, self._config)
-        return self._info(parts, size, wanted, sampling, reason)
-
-    def _take_threads(self, config: EngineConfig) -> None:
-        """Raises ConfigError."""
-        import torch
-
-        before = torch.get_num_threads()
-        threads = config.threads or default_threads(before, cpu_quota())
-        if forked_here() and threads > 1:
-            _log.warning("one thread computes: others cannot where launch_mode is inline in a forked process")
-            threads = 1
-        check_threads(threads, os.cpu_count() or 1)
-        if threads != before:
-            self._threads_before = before
-            torch.set_num_threads(threads)
+        info = self._info(parts, size, wanted, sampling, reason)
+        # On a caller's thread there are operations of the caller, too.
+        kernels_alone = model.encoder is None and (draft is None or draft.spec.arithmetic)
+        if info.arithmetic and kernels_alone and config.launch_mode == "thread":
+            self._threads.leave_one()
+        return info
 
     def _info(
         self, parts: Parts, size: PoolSize, wanted: EngineConfig, sampling: Choice, adapter_reason: str
@@ -381,11 +367,7 @@ class TorchDevice:
         self._held.clear()
         self._grammars.close()
         self.lane.parts = dict
-        if self._threads_before is not None:
-            import torch
-
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
+        self._threads.give_back()
 
 
 class _Loading:

@@ -24,6 +24,8 @@ class Layer:
     """
 
     mixer_norm: Norm | None
+    #: of a token's own vector, which the mixer reads in front of the normed residual (EAGLE-3)
+    word_norm: Norm | None = None
     mixer: Mixer
     mixer_post_norm: Norm | None = None
     mlp_norm: Norm | None

@@ -220,6 +220,7 @@ class NativeDecoder:
         assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
         return LayerArguments(
             decoder=self._stack.handle,
+            word_norm=self._norm(layer.word_norm)[0],
             mixer_norm=mixer_norm[0],
             mixer_norm_bias=mixer_norm[1],
             **mixer,
@@ -370,8 +371,8 @@ class NativeDecoder:
         """A decoder of other layers, which know so many positions, over the vectors of tokens and the head of
         this one; None where its parts are not all native."""
         native = all(layer.mlp is None or parts_of(layer.mlp) for layer in trunk.layers)
-        norms = [norm for layer in trunk.layers for norm in (layer.mixer_norm, layer.mlp_norm) if norm]
-        if not native or any(norm.eps != trunk.norm.eps for norm in norms):
+        norms = [(each.word_norm, each.mixer_norm, each.mlp_norm) for each in trunk.layers]
+        if not native or any(norm.eps != trunk.norm.eps for of_layer in norms for norm in of_layer if norm):
             return None
         words: NativeLinear | MappedMemory
         if isinstance(self._words, NativeLinear):
@@ -381,6 +382,7 @@ class NativeDecoder:
             size = self.spec.vocab_size * self.spec.hidden_size * self.spec.dtype.itemsize
             words = MappedMemory(self._vectors_at, size, self._words)
         spec = replace(self.spec, num_layers=len(trunk.layers), max_model_len=positions, states=())
+        trunk = replace(trunk, embedding=Embedding(scale=self._scale))
         return NativeDecoder(self._stack.pool, spec, trunk, words, self._head)
 
     def _rotary(self, batch: Batch) -> Rotary | None:

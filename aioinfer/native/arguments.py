@@ -375,6 +375,7 @@ class LayerArguments(Arguments):
     """Append a layer."""
 
     decoder: Address
+    word_norm: Address
     mixer_norm: Address
     mixer_norm_bias: Address
     attention: Address

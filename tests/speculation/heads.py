@@ -63,7 +63,9 @@ def make(kind: str, folder: Path, seed: int = 0, *, recurrent: bool = False) -> 
     torch.manual_seed(seed)
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     if kind == "eagle3":
-        write_head(folder / kind, eagle3_config(layers), eagle3_tensors())
+        # Heads have it one way or the other.
+        config = {**eagle3_config(layers), "norm_before_residual": recurrent}
+        write_head(folder / kind, config, eagle3_tensors())
     else:
         write_head(folder / kind, dflash_config(layers), dflash_tensors())
     return Head(model, str(folder / kind))

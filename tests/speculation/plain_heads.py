@@ -125,8 +125,10 @@ class Plain:
 
     def _eagle3(self, tokens: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         words = self._norm(self.words[tokens], "midlayer.input_layernorm")
-        both = torch.cat((words, self._norm(features, "midlayer.hidden_norm")), -1)
-        hidden = features + self._attend(both, None, "midlayer.", causal=True)
+        normed = self._norm(features, "midlayer.hidden_norm")
+        both = torch.cat((words, normed), -1)
+        residual = normed if self.config["norm_before_residual"] else features
+        hidden = residual + self._attend(both, None, "midlayer.", causal=True)
         normed = self._norm(hidden, "midlayer.post_attention_layernorm")
         hidden = hidden + self._mlp(normed, "midlayer.mlp.")
         return self._norm(hidden, "norm"), hidden

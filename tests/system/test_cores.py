@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.execution import torch_device
+from aioinfer.execution import torch_threads
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.native import bindings
 from aioinfer.native.bindings import ThreadsUnavailable
@@ -59,13 +60,35 @@ def test_threads_have_a_core_each_and_the_time_of_it(usable: int, quota: float |
 def test_a_device_takes_what_is_granted_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, used: int
 ) -> None:
-    monkeypatch.setattr(torch_device, "cpu_quota", lambda: 0.7)
+    monkeypatch.setattr(torch_threads, "cpu_quota", lambda: 0.7)
     before = torch.get_num_threads()
-    device = TorchDevice(EngineConfig(device="cpu", threads=asked))
-    device.open()
+    device = TorchDevice(EngineConfig(device="cpu", threads=asked, launch_mode="inline"))
+    assert device.open().threads == used
     assert torch.get_num_threads() == used
     device.close()
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.native
+def test_torch_has_one_thread_beside_kernels_and_all_of_them_elsewhere() -> None:
+    def threads() -> list[int]:
+        found = list[int]()
+        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return [torch.get_num_threads(), *found]
+
+    before = threads()
+    device = TorchDevice(EngineConfig(device="cpu", threads=2))
+    assert device.open().threads == 2
+    assert threads() == [1, 2]
+    device.close()
+    assert threads() == before
+    device = TorchDevice(EngineConfig(device="cpu", threads=2, attention_backend="sdpa"))
+    device.open()
+    assert threads() == [2, 2]
+    device.close()
+    assert threads() == before
 
 
 def test_far_more_threads_than_cores_are_refused() -> None:

@@ -98,10 +98,9 @@ class DraftHead(ABC):
         self.kv_layers = tuple(shapes)
         #: computes drafts in one call; None: layer by layer
         self._decoder: NativeDecoder | None = None
-        if isinstance(target, NativeDecoder) and self._layers[0].mixer_norm is not None:
-            trunk = Trunk(Embedding(), self._layers, norm, None)
-            self._decoder = target.beside(trunk, positions)
-            self._behind = torch.tensor([len(self._layers) + 1])
+        if isinstance(target, NativeDecoder):
+            self._decoder = target.beside(Trunk(Embedding(), self._layers, norm, None), positions)
+            self._behind = len(self._layers) + torch.arange(2)
         latent = any(isinstance(layer.mixer, LatentAttention) for layer in self._layers)
         if latent and isinstance(target, NativeDecoder) and self._decoder is None:
             raise ConfigError("its layers attend to latents, and are not all native")
@@ -116,25 +115,24 @@ class DraftHead(ABC):
     def store(self, ids: torch.Tensor, features: torch.Tensor, batch: Batch, attention: Attention) -> None:
         """Make the entries of positions, which ``batch`` has as rows of one token each; ``ids``: the tokens
         that follow them, [N]."""
-        hidden, normed = self._inputs(ids, features)
+        hidden = self._residual(ids, features)
         if self._whole:
-            self._at_once(hidden, batch, attention)
+            self._at_once(ids, hidden, batch, attention)
             return
-        if normed is None:
-            normed = self._normed(hidden, self._layers[0].mixer_norm)
-        self._layers[0].mixer(normed, self._step(batch, attention))
+        layer = self._layers[0]
+        layer.mixer(self._read(layer, ids, hidden), self._step(batch, attention))
 
     def draft(
         self, ids: torch.Tensor, features: torch.Tensor, batch: Batch, attention: Attention
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make entries as :meth:`store` does, and return what :meth:`logits` reads of each, and its
         features."""
-        hidden, normed = self._inputs(ids, features)
+        hidden = self._residual(ids, features)
         if self._decoder is not None:
-            normed = self._at_once(hidden, batch, attention)
-            return normed, normed
-        hidden = self._through(hidden, self._step(batch, attention), normed)
-        normed = self._normed(hidden, self._norm)
+            hidden, normed = self._at_once(ids, hidden, batch, attention)
+        else:
+            hidden = self._through(ids, hidden, self._step(batch, attention))
+            normed = self._normed(hidden, self._norm)
         return normed, self._next_features(hidden, normed)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
@@ -142,18 +140,21 @@ class DraftHead(ABC):
         return self.target.to_logits(normed)
 
     @abstractmethod
-    def _inputs(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The residual in front of the first layer, and what its mixer reads if that is not its norm."""
+    def _residual(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """In front of the first layer, [N, hidden]."""
 
-    def _at_once(self, hidden: torch.Tensor, batch: Batch, attention: Attention) -> torch.Tensor:
-        """The normed residual behind all layers, by one call."""
+    def _at_once(
+        self, ids: torch.Tensor, hidden: torch.Tensor, batch: Batch, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual behind all layers, and its norm, by one call."""
         assert self._decoder is not None
         tokens = torch.arange(len(hidden))
-        batch.input_ids, batch.logits_rows = tokens * 0, tokens[:0]
+        batch.input_ids, batch.logits_rows = ids.clamp(min=0), tokens[:0]
         batch.features, batch.places = Features(tokens, hidden.unsqueeze(0)), self._behind
         self._decoder.forward(batch, attention)
         assert batch.captured is not None
-        return batch.captured
+        behind, normed = batch.captured.chunk(2, dim=1)
+        return behind.contiguous(), normed.contiguous()
 
     def _next_features(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed
@@ -162,18 +163,22 @@ class DraftHead(ABC):
         rotaries = {key: rope.at(batch.positions, None) for key, rope in self._ropes.items()}
         return MixerStep(batch, attention, rotaries)
 
-    def _through(
-        self, hidden: torch.Tensor, step: MixerStep, first: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The residual behind all layers; ``first``: what the first mixer reads, if not its norm."""
+    def _through(self, ids: torch.Tensor, hidden: torch.Tensor, step: MixerStep) -> torch.Tensor:
+        """The residual behind all layers."""
         for layer in self._layers:
-            normed = self._normed(hidden, layer.mixer_norm) if first is None else first
-            first = None
-            hidden = hidden + self._normed(layer.mixer(normed, step), layer.mixer_post_norm)
+            mixed = layer.mixer(self._read(layer, ids, hidden), step)
+            hidden = hidden + self._normed(mixed, layer.mixer_post_norm)
             assert layer.mlp is not None, "a layer without such a part is refused"
             mixed = layer.mlp(self._normed(hidden, layer.mlp_norm))
             hidden = hidden + self._normed(mixed, layer.mlp_post_norm)
         return hidden
+
+    def _read(self, layer: Layer, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """What a layer's mixer reads."""
+        normed = self._normed(hidden, layer.mixer_norm)
+        if layer.word_norm is None:
+            return normed
+        return torch.cat((self._normed(self.target.embed(ids), layer.word_norm), normed), dim=1)
 
     def _normed(self, values: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         return values if norm is None else self.operations.add_norm(values, None, norm)[1]

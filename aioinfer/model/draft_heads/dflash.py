@@ -90,5 +90,5 @@ class DFlashHead(DraftHead):
         for layer in self._layers:
             layer.mixer(features, step)
 
-    def _inputs(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.target.embed(torch.where(ids < 0, self._mask, ids)), None
+    def _residual(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self.target.embed(torch.where(ids < 0, self._mask, ids))

@@ -19,6 +19,7 @@ from aioinfer.model.families.base import Source, head_dim, kv_heads
 from aioinfer.model.gates import CONFIG_GATES
 from aioinfer.model.layer import Layer
 from aioinfer.model.layer_kernels import LayerKernels
+from aioinfer.model.norm import Norm
 from aioinfer.model.rope import longest
 from aioinfer.model.weights import RandomWeights, Weights
 
@@ -67,12 +68,11 @@ class Eagle3Head(DraftHead):
         places, hidden = eagle3_places(stated, spec.num_layers), spec.hidden_size
         source = Source(config, weights, kernels, 1, device, positions)
         self._fc = source.linear(["fc"], [hidden], len(places) * hidden, bias=False)
-        self._word_norm, self._hidden_norm = (
-            source.norm(f"{_AT}.{name}") for name in ("input_layernorm", "hidden_norm")
-        )
-        #: whether the residual is the normed vector
-        self._normed_residual = bool(stated.get("norm_before_residual"))
         layer, norm = _layer(source), source.norm("norm")
+        #: of the vectors, where the residual is the normed one
+        self._vector_norm: Norm | None = None
+        if stated.get("norm_before_residual"):
+            self._vector_norm, layer.mixer_norm = layer.mixer_norm, None
         size = stated.get("draft_vocab_size") or spec.vocab_size
         self._head = source.linear(["lm_head"], [size], hidden, bias=False)
         self._ids = _target_ids(weights, size, spec.vocab_size)
@@ -90,10 +90,8 @@ class Eagle3Head(DraftHead):
         every[:, self._ids] = logits
         return every
 
-    def _inputs(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        words = self._normed(self.target.embed(ids), self._word_norm)
-        normed = self._normed(features, self._hidden_norm)
-        return normed if self._normed_residual else features, torch.cat((words, normed), dim=1)
+    def _residual(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return self._normed(features, self._vector_norm)
 
     def _next_features(self, hidden: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -116,7 +114,8 @@ def _layer(source: Source) -> Layer:
     )
     gate = CONFIG_GATES[config.hidden_act]
     return Layer(
-        mixer_norm=None,
+        mixer_norm=source.norm(f"{_AT}.hidden_norm"),
+        word_norm=source.norm(f"{_AT}.input_layernorm"),
         mixer=attention,
         mlp_norm=source.norm(f"{_AT}.post_attention_layernorm"),
         mlp=source.gated_mlp(f"{_AT}.mlp", config.intermediate_size, gate, bias=bool(config.mlp_bias)),

@@ -84,9 +84,9 @@ class MTPHead(DraftHead):
     def _of_inputs(family: Family, source: Source, name: str) -> Any:
         return source.norm(name, getattr(family, "norm_weight", "rounded"))
 
-    def _inputs(self, ids: torch.Tensor, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _residual(self, ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         words = self._normed(self.target.embed(ids), self._enorm)
-        return self._fc(torch.cat((words, self._normed(features, self._hnorm)), dim=1)), None
+        return self._fc(torch.cat((words, self._normed(features, self._hnorm)), dim=1))
 
 
 def _of_one_layer(config: Any) -> Any:

@@ -48,7 +48,13 @@ class Decoder {
   void add(const Layer<T>& layer) {
     aioinfer::check(layer.gate, layer.gate_up != nullptr   ? layer.gate_up->gated
                                 : layer.experts == nullptr || layer.experts->gated());
-    std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
+    if (layer.word_norm.weight != nullptr) {
+      const auto* reader = std::get_if<SelfAttention<T>>(&layer.mixer);
+      require(reader != nullptr && embedding_.positions == nullptr, "this mixer does not read the vectors of tokens");
+      reader->check(hidden_, true);
+    } else {
+      std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
+    }
     if (const auto* attention = layer.attention()) check_shared(*attention);
     if (layer.gate_up != nullptr) {
       const int64_t middle = layer.gate_up->outputs;
@@ -252,7 +258,9 @@ class Decoder {
   Inputs<T> mixer_inputs(Worker& worker, const Mixer& mixer, size_t index, AdaptedPart into, const StepInput<T>& step,
                          Stopwatch& watch) {
     const int64_t tokens = step.attention.tokens;
-    const Inputs<T> normed = norm_rows(worker, layers_[index].mixer_norm, *mixer.into, tokens, nullptr);
+    const Inputs<T> normed = layers_[index].word_norm.weight != nullptr
+                                 ? words_and_rows(worker, layers_[index], *mixer.into, step)
+                                 : norm_rows(worker, layers_[index].mixer_norm, *mixer.into, tokens, nullptr);
     watch.add(REST);
     adapting_.shrink(worker, index, into, normed);
     multiply(worker, normed, *mixer.into,
@@ -514,6 +522,19 @@ class Decoder {
       normed.finish(row);
     });
     return normed;
+  }
+
+  // The normed vectors of all tokens, and the normed residual behind each, as inputs of a layer (EAGLE-3).
+  Inputs<T> words_and_rows(Worker& worker, const Layer<T>& layer, const Linear<T>& reader, const StepInput<T>& step) {
+    const Inputs<T> both = narrow_.inputs(reader, step.attention.tokens);
+    worker.parallel_in_runs(step.attention.tokens, [&](int64_t t) {
+      const auto to = both.row(t);
+      embedding_.read(step.ids[t], step.attention.positions[t], hidden_, result(t));
+      norm(layer.word_norm, result(t), [&](int64_t i, Floats value) { both.put(to, i, value); });
+      norm(layer.mixer_norm, residual(t), [&](int64_t i, Floats value) { both.put(to, hidden_ + i, value); });
+      both.finish(t);
+    });
+    return both;
   }
 
   // Of the last product of a part: it is added to the residual at once, or ``later``, once it is normed, by

@@ -341,6 +341,7 @@ struct MambaArguments {
 template <class T>
 struct LayerArguments {
   Decoder<T>* decoder;
+  const float* word_norm;        // [hidden] of the vectors of tokens, or null: attention does not read them
   const float* mixer_norm;       // [hidden], or null
   const float* mixer_norm_bias;  // [hidden] of a layer norm, or null; so below
   // The mixer: one of these, or attention and a state space side by side; the others are null.

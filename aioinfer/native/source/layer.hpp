@@ -28,6 +28,7 @@ struct SideBySide {
 
 template <class T>
 struct Layer {
+  Norm word_norm;  // of a token's own vector, which the mixer reads in front of the normed residual; or none
   Norm mixer_norm;
   std::variant<SelfAttention<T>, LatentAttention<T>, ShortConv<T>, DeltaRule<T>, Mamba2<T>, SideBySide<T>> mixer;
   Norm mixer_post_norm;

@@ -85,8 +85,8 @@ inline std::string layout() {
                     norm, eps, out, state)
   AIOINFER_TEMPLATE(MambaArguments, heads, head_dim, groups, state_size, into, conv, conv_bias, size, bias, rate, skip,
                     norm, eps, gate_scale, step_scale, out, out_scale, state)
-  AIOINFER_TEMPLATE(LayerArguments, decoder, mixer_norm, mixer_norm_bias, attention, latent, conv, delta_rule, mamba,
-                    mixer_post_norm, mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate,
+  AIOINFER_TEMPLATE(LayerArguments, decoder, word_norm, mixer_norm, mixer_norm_bias, attention, latent, conv, delta_rule,
+                    mamba, mixer_post_norm, mlp_norm, mlp_norm_bias, gate_up, down, router, experts, gate, shared_gate,
                     mlp_post_norm, dual, per_layer, residual_scale, part_scale, parallel)
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width, ends,

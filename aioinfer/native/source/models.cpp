@@ -357,6 +357,7 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
     if (const auto* b = a->per_layer)
       by_layer = {b->gate, b->out, static_cast<Gate>(b->function), {b->post_norm, nullptr}};
     a->decoder->add({
+        .word_norm = {a->word_norm, nullptr},
         .mixer_norm = {a->mixer_norm, a->mixer_norm_bias},
         .mixer = mixer_of(*a),
         .mixer_post_norm = {a->mixer_post_norm, nullptr},

@@ -36,15 +36,16 @@ struct SelfAttention {
   int64_t kv;             // which pool has its keys and values, or those that it shares
   int64_t division = -1;  // of the decoder's; it knows
 
-  // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``.
-  void check(int64_t hidden) const {
+  // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``; ``words``: it reads the
+  // vectors of tokens beside that.
+  void check(int64_t hidden, bool words = false) const {
     aioinfer::check(params);
     shape.check(rotary.size);
     require(kv >= 0, "the index of a KV pool is negative");
     require(whole_norm == nullptr || shape.norm == nullptr, "queries are normed by head and as a whole");
     require(whole_norm == nullptr || !shape.shared, "shared keys are normed");
     require(growth.rate == 0 || (shape.norm == nullptr && growth.length > 0), "queries cannot grow so");
-    require_size(*into, width(), hidden);
+    require_size(*into, width(), words ? 2 * hidden : hidden);
     require_size(*out, hidden, results());
   }
 
