@@ -2,7 +2,7 @@
 
 A test or a parameter belongs to the rest or to nightly by a marker that gives the reason; all others are
 quick. Quick and rest run a share of the random lifetimes and of Hypothesis's examples, and ``--nightly`` runs
-those tests once more, in full. ``--share 2/12`` runs a twelfth of nightly, and with ``--touched REVISION``
+those tests once more, in full. ``--share 2/24`` runs a 24th of nightly, and with ``--touched REVISION``
 also all of nightly that belongs to what has changed since then.
 """
 
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 TIERS = ("quick", "rest", "nightly")
-#: ``@rest(reason)``: what else a change needs; ``@nightly(reason)``: twelve runs of ``.ci/run`` have it once
+#: ``@rest(reason)``: what else a change needs; ``@nightly(reason)``: 24 runs of ``.ci/run`` have it once
 rest = pytest.mark.rest
 nightly = pytest.mark.nightly
 

@@ -146,12 +146,12 @@ async def test_pages_are_not_freed_while_workers_have_them(
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("block", grid([0], range(1, 4), SIMULATION))
+@pytest.mark.parametrize("block", grid([0], range(1, 8), SIMULATION))
 @pytest.mark.parametrize("make", [make_world, make_block_world])
 def test_random_lifetimes_with_stores_keep_every_law(make: Any, block: int) -> None:
     """2 kinds of 4 blocks of 40 worlds of 80 lifetimes: 25,600 in all. The rest has 3,200."""
     loaded = stored = 0
-    for seed in range(2000 + 40 * block, 2040 + 40 * block):
+    for seed in range(2000 + 20 * block, 2020 + 20 * block):
         world, _ = simulate(seed, scaled(80, 40), make=with_store(make))
         moved = world.engine._core.scheduler.memory.transfers
         loaded, stored = loaded + moved.arrived, stored + moved.stored

@@ -31,11 +31,11 @@ from tests.engine.worlds import make_world, with_branches, with_processors, with
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 from tests.toys import ToyDevice, ToyTokenizer
 
-WORLDS = 60
+WORLDS = 30
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("block", grid([0], range(1, 4), SIMULATION))
+@pytest.mark.parametrize("block", grid([0], range(1, 8), SIMULATION))
 def test_random_lifetimes_with_processors_keep_every_law(block: int) -> None:
     """4 blocks of 60 worlds of 80 lifetimes: 19,200 in all. The rest has 1,200."""
     counts: Counter[str] = Counter()
@@ -54,7 +54,7 @@ def test_random_lifetimes_with_processors_keep_every_law(block: int) -> None:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("block", grid([0], range(1, 4), SIMULATION))
+@pytest.mark.parametrize("block", grid([0], range(1, 8), SIMULATION))
 def test_random_lifetimes_with_branches_keep_every_law(block: int) -> None:
     """4 blocks of 60 worlds of 80 lifetimes, with 15,000 branches. The rest has 1,200."""
     counts: Counter[str] = Counter()

@@ -10,9 +10,9 @@ from tests.parallel.simulation import simulate
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
 LIFETIMES = scaled(60)
-BLOCKS = 3
-#: per block; every policy comes up eleven times in each
-WORLDS = 67
+BLOCKS = 6
+#: per block; every policy comes up five times in each
+WORLDS = 34
 
 
 @rest(SECONDS)
