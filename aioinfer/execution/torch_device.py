@@ -140,9 +140,8 @@ class TorchDevice:
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
         self._adapters, reason = _adapters(model, self._config)
         info = self._info(parts, size, wanted, sampling, reason)
-        # On a caller's thread there are operations of the caller, too.
-        kernels_alone = model.encoder is None and (draft is None or draft.spec.arithmetic)
-        if info.arithmetic and kernels_alone and config.launch_mode == "thread":
+        drafts_natively = (draft is None or draft.spec.arithmetic) and (head is None or head.native)
+        if info.arithmetic and model.encoder is None and drafts_natively:
             self._threads.leave_one()
         return info
 

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
+import threading
 
 from aioinfer.config import EngineConfig
-from aioinfer.forks import forked_here
+from aioinfer.forks import forked_here, in_children
 from aioinfer.system.cores import check_threads, cpu_quota, default_threads
 
 __all__ = ["TorchThreads"]
 
 _log = logging.getLogger("aioinfer")
+#: names of threads on which nothing but an engine computes: of ThreadLauncher, and of an LLM
+_OWN = ("aioinfer-launch", "aioinfer-loop")
+#: held while torch's number of threads is read and changed: engines of one process open side by side
+_lock = threading.Lock()
+
+
+@in_children
+def _replace_lock() -> None:
+    """A thread that is not in a child may hold it."""
+    global _lock
+    _lock = threading.Lock()
 
 
 class TorchThreads:
@@ -33,22 +44,26 @@ class TorchThreads:
         """Those that the config asks for, or that are of use. Raises ConfigError."""
         import torch
 
-        before = torch.get_num_threads()
-        threads = config.threads or default_threads(before, cpu_quota())
-        if forked_here() and threads > 1:
-            _log.warning("one thread computes: others cannot where launch_mode is inline in a forked process")
-            threads = 1
-        check_threads(threads, os.cpu_count() or 1)
-        if threads != before:
-            self._before = before
-            torch.set_num_threads(threads)
+        with _lock:
+            before = torch.get_num_threads()
+            threads = config.threads or default_threads(before, cpu_quota())
+            if forked_here() and threads > 1:
+                _log.warning(
+                    "one thread computes: others cannot where launch_mode is inline in a forked process"
+                )
+                threads = 1
+            check_threads(threads, os.cpu_count() or 1)
+            if threads != before:
+                self._before = before
+                torch.set_num_threads(threads)
 
     def leave_one(self) -> None:
-        """One for operations of this thread; those of other threads keep theirs."""
+        """One for operations of this thread, if it is an engine's own; those of other threads keep theirs."""
         import torch
 
-        self._here = torch.get_num_threads()
-        _set_here(1)
+        if threading.current_thread().name in _OWN:
+            self._here = torch.get_num_threads()
+            _set_here(1)
 
     def give_back(self) -> None:
         """As it was before. Idempotent."""
@@ -57,7 +72,8 @@ class TorchThreads:
         if self._before is not None:
             import torch
 
-            torch.set_num_threads(self._before)
+            with _lock:
+                torch.set_num_threads(self._before)
         self._here = self._before = None
 
 
@@ -66,7 +82,21 @@ def _set_here(threads: int) -> None:
     one sets the latter back."""
     import torch
 
-    with ThreadPoolExecutor(1) as other:
-        kept = other.submit(torch.get_num_threads).result()
+    ready, changed = threading.Event(), threading.Event()
+
+    def restore() -> None:
+        kept = torch.get_num_threads()
+        ready.set()
+        changed.wait()
+        torch.set_num_threads(kept)
+
+    other = threading.Thread(target=restore, name="aioinfer-threads", daemon=True)
+    with _lock:
+        try:
+            other.start()
+        except RuntimeError:
+            return  # the interpreter ends
+        ready.wait()
         torch.set_num_threads(threads)
-        other.submit(torch.set_num_threads, kept).result()
+        changed.set()
+        other.join()

@@ -118,7 +118,8 @@ class NativeDecoder:
         self.spec = spec
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._eps, embedding = trunk.norm.eps, trunk.embedding
-        self._scale, self._cap = trunk.logit_scale, trunk.logit_cap or 0.0
+        self._word_scale = embedding.scale
+        self._logit_scale, self._logit_cap = trunk.logit_scale, trunk.logit_cap or 0.0
         self._ropes = {id(rope): rope for layer in trunk.layers if (rope := layer.mixer.rope) is not None}
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
@@ -130,8 +131,8 @@ class NativeDecoder:
             words=quantised,
             **self._constants(embedding, trunk.norm),
             head=head.packed.handle,
-            logit_scale=self._scale,
-            logit_cap=self._cap,
+            logit_scale=self._logit_scale,
+            logit_cap=self._logit_cap,
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
         #: the vectors of tokens in their stored form, and the head
@@ -152,7 +153,6 @@ class NativeDecoder:
             if head.packed.handle in targets.indices:
                 places[targets.indices[head.packed.handle]] = len(trunk.layers), 0
             self.adapters = NativeAdapters(self._stack, targets.targets, places, targets.max_rank)
-        self._scale = embedding.scale
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self.updates: Recipe | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -218,9 +218,11 @@ class NativeDecoder:
         mlp_norm = self._norm(dual.dense_norm if dual else layer.mlp_norm)
         post_norms = self._norm(layer.mixer_post_norm), self._norm(layer.mlp_post_norm)
         assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
+        word_norm, word_bias = self._norm(layer.word_norm)
+        assert word_bias is None, "vectors of tokens have no layer norm"
         return LayerArguments(
             decoder=self._stack.handle,
-            word_norm=self._norm(layer.word_norm)[0],
+            word_norm=word_norm,
             mixer_norm=mixer_norm[0],
             mixer_norm_bias=mixer_norm[1],
             **mixer,
@@ -342,7 +344,7 @@ class NativeDecoder:
             self._set_states(batch.states, rows)
         features = batch.features
         if batch.adapter_slots is not None and self.adapters is not None:
-            features = self.adapters.with_words(batch, self._scale)
+            features = self.adapters.with_words(batch, self._word_scale)
         self._set_features(features)
         rotary = self._rotary(batch)
         arguments.cos = None if rotary is None else address(rotary.cos, self.spec.dtype, rotary.cos.numel())
@@ -351,7 +353,7 @@ class NativeDecoder:
         return logits
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The vectors of tokens, [N, hidden]."""
+        """The vectors of tokens, [N, hidden], without positions."""
         count = len(ids)
         out = torch.empty(count, self.spec.hidden_size, dtype=self.spec.dtype)
         given = address(ids, torch.int64, count)
@@ -362,9 +364,9 @@ class NativeDecoder:
 
     def to_logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [N, vocab_size] of normed hidden states [N, hidden]."""
-        logits, cap = self._head(normed), self._cap
-        if self._scale != 1.0:
-            logits = logits * self._scale
+        logits, cap = self._head(normed), self._logit_cap
+        if self._logit_scale != 1.0:
+            logits = logits * self._logit_scale
         return (logits / cap).tanh() * cap if cap else logits
 
     def beside(self, trunk: Trunk, positions: int) -> NativeDecoder | None:
@@ -382,7 +384,7 @@ class NativeDecoder:
             size = self.spec.vocab_size * self.spec.hidden_size * self.spec.dtype.itemsize
             words = MappedMemory(self._vectors_at, size, self._words)
         spec = replace(self.spec, num_layers=len(trunk.layers), max_model_len=positions, states=())
-        trunk = replace(trunk, embedding=Embedding(scale=self._scale))
+        trunk = replace(trunk, embedding=Embedding(scale=self._word_scale))
         return NativeDecoder(self._stack.pool, spec, trunk, words, self._head)
 
     def _rotary(self, batch: Batch) -> Rotary | None:

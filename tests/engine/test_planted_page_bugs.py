@@ -149,7 +149,7 @@ async def test_pages_are_not_freed_while_workers_have_them(
 @pytest.mark.parametrize("block", grid([0], range(1, 8), SIMULATION))
 @pytest.mark.parametrize("make", [make_world, make_block_world])
 def test_random_lifetimes_with_stores_keep_every_law(make: Any, block: int) -> None:
-    """2 kinds of 4 blocks of 40 worlds of 80 lifetimes: 25,600 in all. The rest has 3,200."""
+    """2 kinds of 8 blocks of 20 worlds of 80 lifetimes: 25,600 in all. The rest has 1,600."""
     loaded = stored = 0
     for seed in range(2000 + 20 * block, 2020 + 20 * block):
         world, _ = simulate(seed, scaled(80, 40), make=with_store(make))

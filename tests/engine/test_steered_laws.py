@@ -37,7 +37,7 @@ WORLDS = 30
 @rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, 8), SIMULATION))
 def test_random_lifetimes_with_processors_keep_every_law(block: int) -> None:
-    """4 blocks of 60 worlds of 80 lifetimes: 19,200 in all. The rest has 1,200."""
+    """8 blocks of 30 worlds of 80 lifetimes: 19,200 in all. The rest has 600."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for seed in range(3000 + WORLDS * block, 3000 + WORLDS * (block + 1)):
@@ -56,7 +56,7 @@ def test_random_lifetimes_with_processors_keep_every_law(block: int) -> None:
 @rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, 8), SIMULATION))
 def test_random_lifetimes_with_branches_keep_every_law(block: int) -> None:
-    """4 blocks of 60 worlds of 80 lifetimes, with 15,000 branches. The rest has 1,200."""
+    """8 blocks of 30 worlds of 80 lifetimes, with 15,000 branches. The rest has 600."""
     counts: Counter[str] = Counter()
     for seed in range(4000 + WORLDS * block, 4000 + WORLDS * (block + 1)):
         make = with_branches(with_processors(make_world) if seed % 4 else with_store(make_world))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution import torch_threads
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.execution.torch_threads import TorchThreads
 from aioinfer.native import bindings
 from aioinfer.native.bindings import ThreadsUnavailable
 from aioinfer.system.cores import check_threads, cpu_quota, default_threads
@@ -62,33 +64,68 @@ def test_a_device_takes_what_is_granted_unless_told_otherwise(
 ) -> None:
     monkeypatch.setattr(torch_threads, "cpu_quota", lambda: 0.7)
     before = torch.get_num_threads()
-    device = TorchDevice(EngineConfig(device="cpu", threads=asked, launch_mode="inline"))
+    device = TorchDevice(EngineConfig(device="cpu", threads=asked))
     assert device.open().threads == used
     assert torch.get_num_threads() == used
     device.close()
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.native
-def test_torch_has_one_thread_beside_kernels_and_all_of_them_elsewhere() -> None:
-    def threads() -> list[int]:
-        found = list[int]()
-        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-        other.start()
-        other.join()
-        return [torch.get_num_threads(), *found]
+def threads_here_and_elsewhere() -> list[int]:
+    found = [torch.get_num_threads()]
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join()
+    return found
 
-    before = threads()
-    device = TorchDevice(EngineConfig(device="cpu", threads=2))
-    assert device.open().threads == 2
-    assert threads() == [1, 2]
-    device.close()
-    assert threads() == before
-    device = TorchDevice(EngineConfig(device="cpu", threads=2, attention_backend="sdpa"))
-    device.open()
-    assert threads() == [2, 2]
-    device.close()
-    assert threads() == before
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("thread", "attention", "beside"),
+    [("aioinfer-launch", "auto", 1), ("aioinfer-launch", "sdpa", 2), ("of a caller", "auto", 2)],
+)
+def test_torch_has_one_thread_beside_kernels_and_all_of_them_elsewhere(
+    thread: str, attention: Any, beside: int
+) -> None:
+    found: list[list[int]] = []
+
+    def open_and_close() -> None:
+        found.append(threads_here_and_elsewhere())
+        device = TorchDevice(EngineConfig(device="cpu", threads=2, attention_backend=attention))
+        assert device.open().threads == 2
+        found.append(threads_here_and_elsewhere())
+        device.close()
+        found.append(threads_here_and_elsewhere())
+
+    launch = threading.Thread(target=open_and_close, name=thread)
+    launch.start()
+    launch.join()
+    before, opened, closed = found
+    assert (opened, closed) == ([beside, 2], before)
+
+
+@pytest.mark.native
+def test_engines_that_open_side_by_side_leave_torchs_threads_alone() -> None:
+    before, devices = threads_here_and_elsewhere(), [TorchThreads() for _ in range(4)]
+    done = threading.Barrier(len(devices))
+
+    def open_and_close(threads: TorchThreads) -> None:
+        for _ in range(20):
+            threads.take(EngineConfig(device="cpu", threads=before[0]))
+            threads.leave_one()
+            assert torch.get_num_threads() == 1
+            threads.give_back()
+        done.wait(60)
+
+    launches = [
+        threading.Thread(target=open_and_close, args=(each,), name="aioinfer-launch") for each in devices
+    ]
+    for launch in launches:
+        launch.start()
+    for launch in launches:
+        launch.join()
+    assert not done.broken
+    assert threads_here_and_elsewhere() == before
 
 
 def test_far_more_threads_than_cores_are_refused() -> None:

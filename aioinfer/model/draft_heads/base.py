@@ -108,6 +108,11 @@ class DraftHead(ABC):
         self._whole = latent and self._decoder is not None
         self._ropes = {id(rope): rope for layer in layers if layer and (rope := layer.mixer.rope)}
 
+    @property
+    def native(self) -> bool:
+        """Whether one call computes all layers."""
+        return self._decoder is not None
+
     def features(self, captured: torch.Tensor) -> torch.Tensor:
         """Of the model's hidden states, [N, width]."""
         return captured

@@ -50,7 +50,7 @@ class Decoder {
                                 : layer.experts == nullptr || layer.experts->gated());
     if (layer.word_norm.weight != nullptr) {
       const auto* reader = std::get_if<SelfAttention<T>>(&layer.mixer);
-      require(reader != nullptr && embedding_.positions == nullptr, "this mixer does not read the vectors of tokens");
+      require(reader != nullptr, "this mixer does not read the vectors of tokens");
       reader->check(hidden_, true);
     } else {
       std::visit([&](const auto& mixer) { mixer.check(hidden_); }, layer.mixer);
@@ -166,11 +166,10 @@ class Decoder {
     });
   }
 
-  // The vectors of tokens, [count, hidden]. Throws InvalidArguments for ids that no token has.
+  // The vectors of tokens without positions, [count, hidden]. Throws InvalidArguments for ids that no token has.
   void embed(const int64_t* ids, int64_t count, T* out) const {
-    require(embedding_.positions == nullptr, "the vectors of tokens depend on positions");
     require_below("ids", ids, count, head_->outputs);
-    for (int64_t i = 0; i < count; i++) embedding_.read(ids[i], 0, hidden_, out + i * hidden_);
+    for (int64_t i = 0; i < count; i++) embedding_.read_word(ids[i], hidden_, out + i * hidden_);
   }
 
  private:
@@ -529,7 +528,7 @@ class Decoder {
     const Inputs<T> both = narrow_.inputs(reader, step.attention.tokens);
     worker.parallel_in_runs(step.attention.tokens, [&](int64_t t) {
       const auto to = both.row(t);
-      embedding_.read(step.ids[t], step.attention.positions[t], hidden_, result(t));
+      embedding_.read_word(step.ids[t], hidden_, result(t));
       norm(layer.word_norm, result(t), [&](int64_t i, Floats value) { both.put(to, i, value); });
       norm(layer.mixer_norm, residual(t), [&](int64_t i, Floats value) { both.put(to, hidden_ + i, value); });
       both.finish(t);

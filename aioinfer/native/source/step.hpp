@@ -28,6 +28,13 @@ struct Embedding {
       Number<T>::store_lanes(to + i, value);
     }
   }
+
+  // The vector of a token alone, without that of a position.
+  void read_word(int64_t id, int64_t hidden, T* to) const {
+    Embedding words = *this;
+    words.positions = nullptr;
+    words.read(id, 0, hidden, to);
+  }
 };
 
 // Vectors of images, which stand in place of those of tokens, and what is added to the residual behind the first layers.
