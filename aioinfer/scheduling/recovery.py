@@ -73,7 +73,13 @@ class Suspects:
 
     def next(self) -> Sequence | None:
         """The one that goes on alone now, one that runs before one that waits; None if all are parked."""
-        self._sequences = [each for each in self._sequences if failed_before(each) and not each.finished]
+        known, self._sequences = self._sequences, []
+        for each in known:
+            if failed_before(each) and not each.finished:
+                self._sequences.append(each)
+            else:
+                # It can lose what it had read: a block begins again with other weights.
+                each.recovery.failed_at = -1
         ready = (each for each in self._sequences if not each.parked)
         return min(ready, key=lambda each: each.state is SequenceState.WAITING, default=None)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from aioinfer.scheduling.audit import audit
+from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.sequence import ParkedFor, Sequence
 from tests.scheduling.desk import Desk
 
@@ -82,4 +85,20 @@ def test_a_suspect_that_lost_what_it_had_read_goes_on_alone_still() -> None:
     suspect.recovery.failed_at += 1
     assert [desk.round() for _ in range(2)] == [[suspect]] * 2
     assert set(desk.round()) == {other, suspect}
+    desk.finish()
+
+
+def test_one_that_came_further_is_no_suspect_when_it_loses_what_it_had_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would wait for a turn that never comes, and all others behind it."""
+    desk, lost = Desk(), 0
+    other, once = desk.submit(4, 20), desk.submit(4, 20)
+    monkeypatch.setattr(TokenCursor, "progress", property(lambda cursor: cursor.known - lost))
+    desk.round()
+    assert fail(desk) == []
+    while desk.round() != [other, once]:
+        pass
+    lost = 3
+    desk.scheduler.replace_weights(1)
     desk.finish()
