@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,17 @@ from aioinfer.system import mac
 from aioinfer.system.groups import GROUPS, MEMBERSHIP, groups_of
 from aioinfer.system.support import c_function, is_mac
 
-__all__ = ["Available", "give_back", "machine_memory", "memory_available", "process_memory", "resident"]
+__all__ = [
+    "Available",
+    "give_back",
+    "machine_memory",
+    "memory_available",
+    "process_memory",
+    "resident",
+    "zeros",
+]
 
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 #: files of a group by version: limits, and what is used of them
@@ -105,6 +115,15 @@ def give_back() -> None:
         mac.give_back()
     elif (trim := c_function("malloc_trim")) is not None:
         trim(0)
+
+
+def zeros(size: int) -> mmap.mmap:
+    """Zeros of which each page is taken when it is first written, and which go back to the system at their
+    end. The C library may use memory again that was freed, and write all of it. Raises MemoryError."""
+    try:
+        return mmap.mmap(-1, max(1, size), **_PRIVATE)
+    except OSError as error:
+        raise MemoryError(f"{size} bytes: {error}") from error
 
 
 def resident(address: int, size: int) -> int:

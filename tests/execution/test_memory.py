@@ -205,5 +205,18 @@ def test_pools_are_zeros_of_their_shape(dtype: torch.dtype) -> None:
         assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
 
 
+@pytest.mark.linux
+def test_a_pool_is_not_made_of_memory_that_was_used_before() -> None:
+    """The C library would give it some, and write zeros to all of it."""
+    del_later = [torch.ones(31 * MIB, dtype=torch.uint8)]
+    del_later.clear()  # from now on glibc keeps such sizes
+    del_later = [torch.ones(24 * MIB, dtype=torch.uint8) for _ in range(4)]
+    kept = [torch.ones(1000) for _ in range(100)]  # above them
+    del_later.clear()
+    pool = pool_zeros((20 * MIB,), torch.uint8, CPU)
+    assert resident(pool.data_ptr(), pool.nbytes) < MIB
+    del kept
+
+
 def test_giving_memory_back_works_wherever_it_is_called() -> None:
     give_back()

@@ -12,12 +12,9 @@ import numpy as np
 import torch
 
 from aioinfer.ledger import Share
-from aioinfer.system.memory import resident
+from aioinfer.system.memory import resident, zeros
 
 __all__ = ["KVPool", "KVScales", "KVShape", "pool_zeros"]
-
-#: bytes; vectors do not cross lines of the cache
-_ALIGNMENT = 64
 
 
 def pool_zeros(
@@ -28,13 +25,11 @@ def pool_zeros(
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
-    # torch.zeros writes them; numpy's come from the system, which has them zeroed on demand.
-    memory = np.zeros(size + _ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % _ALIGNMENT
+    memory = np.frombuffer(zeros(size), np.uint8)
     promised = Share(share, size, partial(resident, memory.ctypes.data, size))
     # It ends with the last reference to it, which the finalizer has.
     weakref.finalize(memory, id, promised).atexit = False
-    return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
+    return torch.from_numpy(memory[:size]).view(dtype).view(*shape)
 
 
 class KVShape(NamedTuple):
