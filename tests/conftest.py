@@ -43,6 +43,9 @@ if not _GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+#: modules when objects were frozen last, and how many more make collections slow: frameworks have thousands
+_frozen_modules, _MANY_MODULES = 0, 300
+
 #: further workers bring little, and each imports torch
 _MOST_WORKERS = 8
 
@@ -169,10 +172,16 @@ def pytest_collection_finish() -> None:
 
     A collection takes half a second with them. Tests collect hundreds of times, and engines when they start.
     """
-    gc.collect()
-    gc.freeze()
+    _freeze()
     # When the interpreter exits, modules of C++ count what is left, as leaks.
     atexit.register(gc.unfreeze)
+
+
+def _freeze() -> None:
+    global _frozen_modules
+    gc.collect()
+    gc.freeze()
+    _frozen_modules = len(sys.modules)
 
 
 def _chosen(config: pytest.Config) -> tuple[str, ...]:
@@ -225,6 +234,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
+    if len(sys.modules) > _frozen_modules + _MANY_MODULES:
+        _freeze()
     _draw_seeds(item.nodeid)
     _seed_generators(item.nodeid)
 

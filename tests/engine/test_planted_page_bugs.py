@@ -155,5 +155,5 @@ def test_random_lifetimes_with_stores_keep_every_law(make: Any, block: int) -> N
         world, _ = simulate(seed, scaled(80, 40), make=with_store(make))
         moved = world.engine._core.scheduler.memory.transfers
         loaded, stored = loaded + moved.arrived, stored + moved.stored
-    assert loaded > 5
-    assert stored > 50
+    assert loaded > 2
+    assert stored > 20
