@@ -182,7 +182,8 @@ class Engine(EngineLike):
             info=info,
         )
         info = factory.completed(info, tokenizer, config, fingerprint)
-        core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter)
+        costs = await intake.run(factory.step_costs, config)
+        core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter, costs)
         await intake.run(core.preparing.warm_up)
         adapters = AdapterLoads(core.adapters, launcher, intake, config.model_name)
         await adapters.load_all(config.adapter_paths)

@@ -27,6 +27,8 @@ LAYERS: list[set[str]] = [
     {"__main__"},
     # the command line and the doctor
     {"cli"},
+    # the engine in virtual time: simulations and their loads
+    {"twin"},
     # the HTTP API over an engine; adapters for frameworks
     # scripted engines, the toy device, simulated launchers and clocks
     {"server", "integrations", "testing"},

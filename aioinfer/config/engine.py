@@ -199,6 +199,10 @@ class EngineConfig(ImageSettings):
         "seconds of a step in which prompts share with streams; 0: no limit; default: 0.2 on a CPU, else 0",
         NOT_NEGATIVE,
     )
+    costs: str | None = option(
+        None, "batching", "file of aioinfer calibrate: what steps take; default: learned from those that run"
+    )
+    refine_costs: bool = option(True, "batching", "learn from the steps that run what they take")
     max_decode_rows: int | None = option(
         None, "batching", "decode rows per step; more requests take turns", AT_LEAST_ONE
     )

@@ -33,6 +33,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.block_batch import draft_of
+from aioinfer.scheduling.costs import Costs
 from aioinfer.scheduling.features import FeatureCache
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed
@@ -41,6 +42,7 @@ from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import ParkedFor, Sequence, SequenceState
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Row, Step
+from aioinfer.scheduling.step_time import StepTime
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
@@ -61,6 +63,7 @@ class Core:
     __slots__ = (
         "_arrivals",
         "_config",
+        "_costs",
         "_drafter",
         "_generation",
         "_newest_step",
@@ -88,9 +91,10 @@ class Core:
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
         drafter: Drafter | None = None,
+        costs: Costs | None = None,
     ) -> None:
-        """``drafter``: in place of the config's."""
-        self.info = info
+        """``drafter``: in place of the config's. ``costs``: what steps take, if that was calibrated."""
+        self.info, self._costs = info, costs
         if drafter is not None and not callable(getattr(drafter, "propose", None)):
             raise ConfigError(f"drafter: has no method propose, got {shown(drafter)}")
         self._usual_rates = UsualRates()
@@ -114,8 +118,8 @@ class Core:
         #: requests that arrive wait for an update of the weights
         self.holding_back = False
         self.scheduler = self._new_scheduler()
-        #: of reading pages and of computing them
-        self.rates = TransferRates()
+        #: of reading pages, beside computing them
+        self.rates = TransferRates(self.scheduler.times)
         #: seconds; of request metrics
         self.clock = clock
         self.texts = self._new_texts()
@@ -140,6 +144,7 @@ class Core:
                 config.max_encoder_tokens,
                 two_way=info.images.two_way,
             )
+        times = StepTime(config.step_time_target or 0.0, self._costs, refines=config.refine_costs)
         speculation = None
         if self._drafter is not None:
             speculation = Speculation(
@@ -152,9 +157,10 @@ class Core:
                 draft_unit=info.draft_unit or 1,
                 draft_length=info.draft_length,
                 draft_recurrent=info.draft_recurrent,
+                times=times,
             )
         batch = self._generation.batch(memory, config, speculation)
-        return Scheduler(memory, config, batch, whole_prompts=info.whole_prompts)
+        return Scheduler(memory, config, batch, whole_prompts=info.whole_prompts, times=times)
 
     @property
     def weight_version(self) -> int:
@@ -406,8 +412,6 @@ class Core:
             return
         self.scheduler.queues.batch.timed(step, seconds)
         self.scheduler.times.observe(step, seconds)
-        if step.prefilling:
-            self.rates.computed(step.prefill_tokens, seconds)
 
     def catch_up(self, seconds: float) -> list[Sequence]:
         """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
@@ -16,6 +17,7 @@ from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
 from aioinfer.images.limits import ImageLimits
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.costs import Costs
 from aioinfer.system.memory import give_back
 from aioinfer.system.support import check_system
 
@@ -34,6 +36,7 @@ __all__ = [
     "make_device",
     "make_launcher",
     "page_store",
+    "step_costs",
     "with_end_tokens",
 ]
 
@@ -149,6 +152,11 @@ def sentences(config: EngineConfig) -> Sentences:
     """Recommendations of the model's files for embeddings. Blocks. Raises ConfigError."""
     checkpoint = _checkpoint(config)
     return Sentences() if checkpoint is None else Sentences.of(checkpoint.path)
+
+
+def step_costs(config: EngineConfig) -> Costs | None:
+    """What steps take, if that was calibrated. Blocks. Raises ConfigError."""
+    return None if config.costs is None else Costs.read(Path(config.costs))
 
 
 def page_store(config: EngineConfig, info: DeviceInfo) -> PageStore | None:

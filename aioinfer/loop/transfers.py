@@ -200,7 +200,9 @@ class PageTransfers:
                 store.refresh(wanted, states=states)
         found = [(store.leading(wanted, states=states), store) for store in self._stores]
         count, store = max(found, key=lambda each: each[0])
-        if not count or not (self._stores[store].meant or self._core.rates.reading_pays()):
+        if not count or not (
+            self._stores[store].meant or self._core.rates.reading_pays(first * self._size, count * self._size)
+        ):
             return None
         pages, slot = sequence.kv.pages[first : first + count], sequence.kv.slot
         arrival = Arrival(sequence.key, wanted[:count], pages, slot if states else 0)

@@ -91,7 +91,7 @@ class StepBudget:
         row is left over for kernels."""
         if self._times is None:
             return self.tokens
-        tokens = self._times.fitting(start, self._seconds)
+        tokens = self._times.fitting(start, self._seconds, self._most - self.tokens)
         if tokens >= 4 * _ROWS:
             tokens -= (self._most - self.tokens + tokens) % _ROWS
         if self._untouched:
@@ -134,7 +134,7 @@ class StepBudget:
     def spend_prefill(self, start: int, tokens: int) -> None:
         self.tokens -= tokens
         if self._times is not None:
-            self._seconds -= self._times.prefill(start, tokens)
+            self._seconds -= self._times.prefill(start, tokens, self._most - self.tokens - tokens)
         if not (self._untouched and self._on_top and tokens > self.prefill):
             self.prefill -= tokens
         self._untouched = False

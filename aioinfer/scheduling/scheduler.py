@@ -67,6 +67,7 @@ class Scheduler:
         batch: RunningBatch | None = None,
         *,
         whole_prompts: bool = False,
+        times: StepTime | None = None,
     ) -> None:
         """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens.
         ``whole_prompts``: a prompt is one row, never cut."""
@@ -88,7 +89,7 @@ class Scheduler:
         self.failures = Failures(self.queues, self.cap, self.suspects)
         #: how often the weights were replaced
         self.weight_version = 0
-        self.times = StepTime(config.step_time_target or 0.0)
+        self.times = StepTime(config.step_time_target or 0.0) if times is None else times
         policy.plan_with(self.times, config.running_requests)
         self.budgets = Budgets(self.queues)
         self._prefilled_last = self._encoded_last = False

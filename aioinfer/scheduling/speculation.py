@@ -1,7 +1,7 @@
 """Speculation: which drafts the rows of a step verify, and what that has brought.
 
 A draft costs a position of the step and brings a token if it is right. So many are verified that the step is
-expected to bring the most tokens per second: from what steps of a size take (:class:`StepCosts`), and from
+expected to bring the most tokens per second: from what steps of a size take (:class:`SizeCosts`), and from
 how many drafts of a request were right lately (:class:`Drafting`). That may be none.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from aioinfer.scheduling.step import UNDRAWN, DraftInput
-from aioinfer.speculation.costs import StepCosts
+from aioinfer.scheduling.step_time import StepTime
 from aioinfer.speculation.drafter import Drafter
 from aioinfer.speculation.drafting import Drafting, DraftSource
 
@@ -87,13 +87,14 @@ class Speculation:
         draft_recurrent: bool = False,
         head: bool = False,
         head_most: int | None = None,
+        times: StepTime | None = None,
     ) -> None:
         """``most``: drafts of a row at most. ``overlap``: steps are planned before the last one has been
         read, without the few rows that verified drafts in it. ``catch_up``: with a draft model on the device,
         positions that it may compute for one request in a step; it drafts where there is no prediction.
         0: there is none. ``draft_length``: positions that it knows. ``draft_recurrent``: its state takes in
         no drafts. ``head``: a draft head does, which drafts ``head_most`` tokens of a row at most, where no
-        match of the drafter's does better."""
+        match of the drafter's does better. ``times``: the engine's."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         #: a draft head is there
@@ -120,8 +121,8 @@ class Speculation:
         #: that the draft model has to catch up with before it can draft for it
         self._behind: Sequence | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned
-        self._decodes = StepCosts()
-        self._verifies = StepCosts(like=self._decodes)
+        times = StepTime(0.0) if times is None else times
+        self._decodes, self._verifies = times.decodes, times.verifies
         #: positions and seconds of the last step, if it had drafts
         self._verified: tuple[int, float] | None = None
         #: steps that had drafts, up to the newest one

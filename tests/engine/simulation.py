@@ -42,7 +42,7 @@ from tests.toys import ToyTokenizer
 class Eager(TransferRates):
     """Whatever can be read is read."""
 
-    def reading_pays(self) -> bool:
+    def reading_pays(self, start: int, tokens: int) -> bool:
         return True
 
 
@@ -329,7 +329,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     if world.store is not None:
         runtime.transfers.attach(world.store, behind=True)
         if world.forgetting is not None or world.device.page_size < 8:  # else reading is slower than the toy
-            runtime.core.rates = Eager()
+            runtime.core.rates = Eager(runtime.core.scheduler.times)
     checker = watch(world.engine)
     assert world.engine.ready
     operators = [asyncio.ensure_future(each(world)) for each in (operate, renew, forget)]

@@ -64,5 +64,5 @@ async def ask(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) ->
 
 def attach(engine: Engine, store: FlakyStore) -> None:
     """Whatever the store has is read: computing is often faster with a toy."""
-    engine._core.rates = Eager()
+    engine._core.rates = Eager(engine._core.scheduler.times)
     engine._started().transfers.attach(store, behind=True)

@@ -14,8 +14,10 @@ from aioinfer.errors import StepFailed
 from aioinfer.loop import transfers
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.audit import audit
+from aioinfer.scheduling.costs import Costs, StepCosts
 from aioinfer.scheduling.rates import TransferRates
 from aioinfer.scheduling.step import NewRequestData, Row
+from aioinfer.scheduling.step_time import StepTime
 from aioinfer.tiers.archive import Archive, ArchiveWriter
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
@@ -362,8 +364,9 @@ async def test_reading_that_is_slower_than_computing_is_left(make_engine: MakeEn
         attach(engine, Gated())
         await ask(engine)
         engine.flush_cache()
-        rates = engine._core.rates = TransferRates()
-        rates.read, rates.prefill = 2.0, 1.0
+        times = StepTime(0.0, Costs(step=StepCosts(0.01, 0.0, 0.0, 0.0, (1.0,))))
+        rates = engine._core.rates = TransferRates(times)
+        rates.read = 2.0
         assert (await ask(engine)).usage.cached_tokens == 0
         assert rates.read < 2.0, "it is never tried again"
 

@@ -216,7 +216,7 @@ def test_costs_stay_positive_whatever_steps_take() -> None:
     for _ in range(300):
         step_of(desk, lambda _: 10 ** dice.uniform(-6, 2))
         times = desk.scheduler.times
-        assert all(0 < each < float("inf") for each in times._costs)
+        assert all(0 < each < float("inf") for each in times._factors)
         left = times.left(0.0)
         assert times.prefill(500, times.fitting(500, left)) <= left * 1.001
 

@@ -10,9 +10,9 @@ import pytest
 
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.sequence import Sequence
+from aioinfer.scheduling.size_costs import SizeCosts
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import NO_ROWS, Generating, Step
-from aioinfer.speculation.costs import StepCosts
 from aioinfer.speculation.drafter import DraftRequest
 from aioinfer.speculation.drafting import Drafting, DraftSource, UsualRates
 from tests.sequences import new_sequence
@@ -274,7 +274,7 @@ def test_plain_steps_are_measured_again_where_all_steps_have_drafts() -> None:
 
 
 def test_of_the_first_two_steps_of_a_size_the_shorter_counts() -> None:
-    costs = StepCosts()
+    costs = SizeCosts()
     costs.observe(8, 3.0)
     costs.observe(8, 1.0)
     assert costs.of(8) == 1.0
@@ -297,7 +297,7 @@ def test_drafts_that_cost_too_much_are_rarely_tried() -> None:
 
 
 def test_sizes_between_known_ones_are_interpolated() -> None:
-    costs = StepCosts()
+    costs = SizeCosts()
     assert not costs
     assert costs.of(2) > costs.of(1) > 0
     for _ in range(50):
@@ -309,7 +309,7 @@ def test_sizes_between_known_ones_are_interpolated() -> None:
 
 
 def test_a_step_that_was_disturbed_changes_little() -> None:
-    costs = StepCosts()
+    costs = SizeCosts()
     for _ in range(10):
         costs.observe(4, 1.0)
     costs.observe(4, 500.0)

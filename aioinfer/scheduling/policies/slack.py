@@ -67,7 +67,6 @@ class Slack(Policy):
 
     def plan_with(self, times: StepTime, slots: int) -> None:
         self._times, self._slots = times, slots
-        times.learns = True
 
     # -- the queue ------------------------------------------------------------------------------
 

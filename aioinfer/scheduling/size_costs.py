@@ -1,10 +1,22 @@
-"""StepCosts: how long steps take, by their number of positions, learned from those that ran."""
+"""SizeCosts: how long steps take, by their number of positions, learned from those that ran."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from typing import Protocol
 
-__all__ = ["StepCosts"]
+__all__ = ["Expected", "SizeCosts"]
+
+
+class Expected(Protocol):
+    """What steps are thought to take until they have run."""
+
+    def of(self, positions: int) -> float:
+        """Seconds of a step."""
+
+    def known_below(self, positions: int) -> tuple[int, float] | None:
+        """The largest known size of no more positions, and its seconds."""
+
 
 #: weight of the newest step
 _NEWEST = 0.2
@@ -19,10 +31,10 @@ _PER_POSITION = 0.04
 _EXACT = 32
 
 
-class StepCosts:
+class SizeCosts:
     """Seconds of steps without prefill. Sizes that did not occur are interpolated."""
 
-    def __init__(self, like: StepCosts | None = None) -> None:
+    def __init__(self, like: Expected | None = None) -> None:
         """``like``: of steps that these are expected to be like while nothing is known, and never hoped to be
         faster than."""
         self._like = like
