@@ -43,6 +43,8 @@ class LocalReplica(Replica):
         self.engine = engine
         #: of its last start
         self._info: DeviceInfo | None = None
+        #: with what its device decided
+        self._config = engine.config
         #: statistics of the engine before, while it is started again
         self._last: EngineStats | None = None
 
@@ -52,11 +54,11 @@ class LocalReplica(Replica):
 
     @property
     def slots(self) -> int:
-        return self.info.settle(self.engine.config).running_requests
+        return self._config.running_requests
 
     @property
     def step_tokens(self) -> int:
-        return self.info.settle(self.engine.config).step_tokens
+        return self._config.step_tokens
 
     async def launch(self, progress: Progress | None = None) -> None:
         """Start the engine, if it is not started. Raises as :meth:`aioinfer.Engine.start`; EngineFailed and
@@ -69,6 +71,7 @@ class LocalReplica(Replica):
         else:
             self.engine.cached_tokens(())  # raises unless it serves here
         self._info = self.engine.info
+        self._config = self._info.settle(self.engine.config)
         await self.share_again()
 
     async def share(self, exchange: Exchange) -> None:
