@@ -19,6 +19,7 @@ from typing import Any
 
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.params import SamplingParams
+from aioinfer.twin.synthesis import length_distribution
 from bench.report import percentiles
 
 __all__ = [
@@ -42,26 +43,6 @@ class Load:
 
     requests: list[LoadRequest]
     concurrency: int | None
-
-
-def length_distribution(text: str) -> Callable[[random.Random], int]:
-    """A length from its description.
-
-    ``128`` is fixed, ``uniform:100:1024`` inclusive, ``lognormal:5.0:0.9`` by mu and sigma of the log
-    (``lognormal:5.0:0.9:600`` cut off at 600). Raises ValueError.
-    """
-    kind, *values = text.split(":")
-    numbers = [float(value) for value in values]
-    match kind, numbers:
-        case "uniform", [low, high]:
-            return lambda rng: rng.randint(int(low), int(high))
-        case "lognormal", [mu, sigma, *limit]:
-            most = int(limit[0]) if limit else 1 << 30
-            return lambda rng: max(1, min(most, round(rng.lognormvariate(mu, sigma))))
-        case _, []:
-            fixed = int(kind)
-            return lambda rng: fixed
-    raise ValueError(f"not a length distribution: {text!r}")
 
 
 def make_load(

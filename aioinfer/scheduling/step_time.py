@@ -1,9 +1,9 @@
 """Step time: what steps take here, and how much prefill one may have for running streams to wait no longer
 than a target.
 
-It begins with the :class:`~aioinfer.scheduling.costs.Costs` of a calibration, or with a guess, and learns from
-the steps that run, on other hardware and with other neighbours as well: each of the five parts of a step has a
-factor. There is no clock here: whoever runs the steps says what they took.
+It begins with the :class:`~aioinfer.scheduling.costs.Costs` of a calibration, or with a guess, and learns
+from the steps that run, on other hardware and with other neighbours as well: each of the five parts of a step
+has a factor. There is no clock here: whoever runs the steps says what they took.
 """
 
 from __future__ import annotations
@@ -78,20 +78,24 @@ class StepTime:
         The error goes to the costs by the squares of their parts in this step and by how little they were
         measured before: steps without prefill settle what the other rows cost, the others what prefill costs.
         """
-        if step.multi_step is not None or not (seconds > 0 and isfinite(seconds)):
-            return  # how many rounds a step had is not known
-        sizes = Sizes.of(step)
+        if step.multi_step is None:  # else it is not known how many rounds it had
+            self.note(Sizes.of(step), seconds)
+
+    def note(self, sizes: Sizes, seconds: float) -> None:
+        """The same, by its sizes."""
+        if not (seconds > 0 and isfinite(seconds)):
+            return
         parts = self._parts(sizes)
         expected = sum(parts)
         self._steps += 1
         if self._steps == 1 and not self._calibrated:
             self._factors = [seconds / expected] * 5
             return
-        if step.generating:
+        if sizes.rows:
             self._beside += _RECENT * (sum(parts[3:]) - self._beside)
             self._context += _RECENT * (sizes.context / sizes.rows - self._context)
         if self._refines:
-            self._learn(parts, expected, seconds, prefills=bool(step.prefilling))
+            self._learn(parts, expected, seconds, prefills=sizes.tokens > 0)
 
     def _learn(self, parts: list[float], expected: float, seconds: float, *, prefills: bool) -> None:
         weights = [doubt * part * part for doubt, part in zip(self._doubts, parts, strict=True)]

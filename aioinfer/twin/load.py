@@ -40,8 +40,8 @@ class Turn(NamedTuple):
 class Session:
     """Requests that follow one another; most have one turn.
 
-    ``at`` is in seconds from the beginning of the load. ``name`` is the routing key of a dispatcher's policies
-    that look at one, ``priority`` that of each request.
+    ``at`` is in seconds from the beginning of the load. ``name`` is the routing key of policies that look at
+    one, ``priority`` that of each request.
     """
 
     at: float

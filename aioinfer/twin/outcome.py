@@ -81,7 +81,7 @@ class Outcome:
     busy: float = 0.0
     #: seconds that a replica served, of all together: what they cost
     served: float = 0.0
-    #: over time, about once a second: (seconds, waiting, running, share of pages in use), summed over replicas
+    #: over time: (seconds, waiting, running, share of pages in use), of all replicas together
     samples: list[tuple[float, int, int, float]] = field(default_factory=list)
 
     def __len__(self) -> int:

@@ -1,0 +1,170 @@
+"""TwinLauncher: a device and the host beside it in virtual time, as long as their costs say.
+
+::
+
+    host      │plan, pack│               │read│plan, pack│
+    device               ├── step ──────┤             ├── step ...
+                          begin          notice         (or at once behind a step that is in flight)
+
+Nothing is computed: every token is the same, and prompts have its number where they contain outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress, StepResult
+from aioinfer.execution.launcher import StepHandle
+from aioinfer.observe.timeline import DeviceLane, Timeline
+from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.scheduling.costs import HostCosts, Sizes, StepCosts
+from aioinfer.testing.virtual_time import VirtualLoop
+from aioinfer.twin.load import ANSWER, CONTENTS
+
+if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
+    from aioinfer.scheduling.step import Step
+    from aioinfer.twin.virtual_trace import VirtualTrace
+
+__all__ = ["TwinDevice", "TwinLauncher", "tokens_of_step"]
+
+_T = TypeVar("_T")
+#: context of a model whose own is not known
+_LONGEST = 1 << 20
+
+
+class TwinDevice:
+    """What an engine asks of a device, without one."""
+
+    synchronous = False
+
+    def __init__(self, config: EngineConfig, max_model_len: int | None) -> None:
+        self.lane = DeviceLane()
+        pages = config.num_pages or 4096
+        capacity = pages * config.positions_per_page
+        self._info = DeviceInfo(
+            vocab_size=CONTENTS,
+            max_model_len=min(capacity, config.max_model_len or max_model_len or _LONGEST),
+            num_pages=pages,
+            eos_token_ids=frozenset(),
+            description="a twin: nothing is computed",
+        )
+
+    def open(self, progress: Progress | None = None) -> DeviceInfo:
+        return self._info
+
+    def prepare(self, step: Step) -> Step:
+        return step
+
+    def launch(self, step: Step) -> Any:
+        raise NotImplementedError("the launcher lands steps itself")
+
+    def check(self) -> None:
+        """Never lost by itself."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def tokens_of_step(step: Step) -> list[int]:
+    """One per row."""
+    return [ANSWER] * len(step.generating) + [ANSWER if row.samples else NO_TOKEN for row in step.prefilling]
+
+
+class TwinLauncher:
+    """Lands each step when it would have ended. ``number``: of the replica, in traces."""
+
+    blocking = False
+    asynchronous = True
+
+    def __init__(
+        self,
+        device: TwinDevice,
+        step: StepCosts,
+        host: HostCosts,
+        *,
+        number: int = 0,
+        trace: VirtualTrace | None = None,
+    ) -> None:
+        self.timeline = Timeline()
+        self.device: Any = device
+        self._step = step
+        self._host = host
+        self._number = number
+        self._trace = trace
+        #: until when the host works, and the device
+        self.host_until = self.device_until = 0.0
+        #: launched and not read: handle, end on the device, and what wakes the host then
+        self.flights: deque[tuple[StepHandle, float, asyncio.TimerHandle | None]] = deque()
+        #: seconds that the device computed
+        self.busy = 0.0
+        #: steps that were not simulated one by one
+        self.skipped = 0
+        self._closed = False
+
+    async def start(self, progress: Progress | None = None) -> DeviceInfo:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop = loop
+        self._closed = False
+        info: DeviceInfo = self.device.open(progress)
+        return info
+
+    def occupy(self, seconds: float) -> None:
+        """The host does something else for so long."""
+        self.host_until = max(self.host_until, self._loop.time()) + seconds
+
+    def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
+        handle = StepHandle(step, landed)
+        fixed, row = self._host.plan
+        self.occupy(fixed + row * step.num_rows)
+        launched = self.host_until
+        begin = launched + self._host.begin if self.device_until <= launched else self.device_until
+        end = begin + self.seconds(step)
+        if self._trace is not None:
+            self._trace.step(self._number, "forward", step.id, begin, end, step.num_tokens)
+        self.busy += end - begin
+        self.device_until = end
+        timer = self._loop.call_at(end + self._host.notice, self._land)
+        self.flights.append((handle, end, timer))
+        return handle
+
+    def seconds(self, step: Step) -> float:
+        """What a step takes on the device."""
+        return self._step.seconds(Sizes.of(step))
+
+    def _land(self) -> None:
+        """The oldest step has ended, and the host reads it when it has time."""
+        if self._closed:
+            return
+        now = self._loop.time()
+        if now < self.host_until:
+            self._loop.call_at(self.host_until, self._land)
+            return
+        self._read()
+
+    def _read(self) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        """The host reads the oldest step."""
+        now = self._loop.time()
+        handle, end, _ = self.flights.popleft()
+        fixed, row = self._host.read
+        self.host_until = now + fixed + row * handle.step.num_rows
+        handle.settle(StepResult(tokens_of_step(handle.step)), delay=now - end)
+
+    async def call(self, work: Callable[[Any], _T]) -> _T:
+        if self._closed:
+            raise DeviceLost("the device is closed")
+        return work(self.device)
+
+    def watch(self, lost: Callable[[BaseException], None]) -> None:
+        """There is no thread."""
+
+    async def aclose(self, timeout: float = 10.0) -> bool:
+        self._closed = True
+        return True
