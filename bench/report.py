@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from aioinfer.system.cores import processor_name
+
 __all__ = ["Report", "environment", "percentiles"]
 
 #: least widths of columns
@@ -45,7 +47,7 @@ def environment() -> dict[str, Any]:
             continue
     return {
         "machine": platform.machine(),
-        "cpu": _cpu(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "gpu": _gpu(),
         "python": platform.python_version(),
@@ -156,16 +158,6 @@ class Report:
             self._columns = [*row]
             print("  ".join(_padded(name, width) for width, name, _ in cells).rstrip())
         print("  ".join(_padded(text, width) for width, _, text in cells).rstrip(), flush=True)
-
-
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor()
 
 
 def _gpu() -> str | None:

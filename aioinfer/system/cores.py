@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import platform
+from contextlib import suppress
 from math import ceil
 from pathlib import Path
 
 from aioinfer.errors import ConfigError
 from aioinfer.system.groups import GROUPS, MEMBERSHIP, groups_of
 
-__all__ = ["check_threads", "cpu_quota", "default_threads", "usable_cores"]
+__all__ = ["check_threads", "cpu_quota", "default_threads", "processor_name", "usable_cores"]
 
 #: bounds of the threads that can be asked for: per core, and in any case
 _THREADS_PER_CORE = 4
@@ -23,6 +25,15 @@ def default_threads(usable: int, quota: float | None) -> int:
     that, all wait at every barrier for one that has used up its share.
     """
     return usable if quota is None else max(1, min(usable, ceil(quota)))
+
+
+def processor_name() -> str:
+    """As the system calls it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
 
 
 def usable_cores() -> int:

@@ -1,10 +1,10 @@
 """ColumnLauncher: decode steps between two events, all at once.
 
-A batch that only decodes does the same in each step until a request ends or another one comes. Its steps differ
-by the positions that they read, so their ends have a closed form, and what they leave behind in scheduler and
-outputs can be written in one go. An engine with such a *column* under way is told by :meth:`catch_up` before
-anything touches it: the steps that have ended by then are made good, the last of them at its own moment. So every
-figure is the one of the exact mode::
+A batch that only decodes does the same in each step until a request ends or another one comes. Its steps
+differ by the positions that they read, so their ends have a closed form, and what they leave behind in
+scheduler and outputs can be written in one go. An engine with such a *column* under way is told by
+:meth:`catch_up` before anything touches it: the steps that have ended by then are made good, the last of them
+at its own moment. So every figure is the one of the exact mode::
 
     exact     land, read, plan │ land, read, plan │ land, read, plan │ land, read, plan (a request ends)
     columns   ├──────────────────── skipped ─────────────────────────┤ land, read, plan
@@ -93,7 +93,7 @@ class ColumnLauncher(TwinLauncher):
         self._settle()
 
     def _steps(self) -> int:
-        """The number of steps that can be skipped now: none ends a request, or could have others beside it."""
+        """The number of steps that can be skipped now: none ends a request or has another one beside it."""
         runtime = self.runtime
         if runtime is None or len(self.flights) != 2 or runtime.driver._timer is not None:
             return 0
@@ -136,7 +136,9 @@ class ColumnLauncher(TwinLauncher):
     def _skip(self, count: int) -> None:
         """End the column as if ``count`` steps had landed and as many had been launched."""
         ends, self._ends = self._ends, None
-        assert ends is not None and self._due is not None and self.runtime is not None
+        assert ends is not None
+        assert self._due is not None
+        assert self.runtime is not None
         self._due.cancel()
         (oldest, *_), (newest, *_) = self.flights
         notice, loop = self._host.notice, self._loop

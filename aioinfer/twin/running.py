@@ -1,8 +1,8 @@
 """Running: plays a load to engines in virtual time.
 
-It is the engine: scheduler, prefix cache, dispatcher and streams are those that serve, on a loop whose clock jumps
-to the next timer. A :class:`~aioinfer.twin.device.TwinLauncher` stands for the device, and for what the host takes
-between two steps. So two runs with the same seed take the same course, in any process.
+It is the engine: scheduler, prefix cache, dispatcher and streams are those that serve, on a loop whose clock
+jumps to the next timer. A :class:`~aioinfer.twin.device.TwinLauncher` stands for the device, and for what the
+host takes between two steps. So two runs with the same seed take the same course, in any process.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""Calibration: has an engine compute steps of all sizes, and fits costs to what they took.
+
+Rounds of random size give steps with few and many rows, short and long contexts, and prompts beside them; in
+random order, so that a neighbour that is busy for a while disturbs all sizes alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from aioinfer._version import __version__
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.device import Progress
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.costs import Costs
+from aioinfer.system.cores import processor_name
+from aioinfer.twin.fitting import fit_host, fit_steps, line, seconds_of
+from aioinfer.twin.recording import RecordedStep, Recording
+
+__all__ = ["Check", "calibrate", "check"]
+
+#: settings that a simulation needs as they were decided here
+_SETTINGS = (
+    *("max_running_requests", "max_step_tokens", "chunk_size", "max_prefill_tokens", "itl_target"),
+    *("overlap_steps", "plan_late", "max_overlapped_prefill"),
+)
+#: share of the memory and of the context that the requests of a round may fill
+_SHARE = 0.7
+#: deviation of a self-check from which on costs are wrong
+_WRONG = 0.1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """What steps took, against what they were thought to."""
+
+    steps: int
+    #: seconds of all measured steps over those predicted: of all, of decode steps, of steps with prefill
+    ratio: float
+    decode: float
+    prefill: float
+
+    @property
+    def agrees(self) -> bool:
+        """No ratio is more than a tenth off."""
+        return all(abs(each - 1) <= _WRONG for each in (self.ratio, self.decode, self.prefill))
+
+
+async def calibrate(
+    config: EngineConfig, *, seconds: float = 120.0, seed: int = 0, progress: Progress | None = None
+) -> Costs:
+    """Costs of a model on this machine, of steps that an engine computes for so long. Raises as
+    :meth:`aioinfer.Engine.start`, and ConfigError: the time was too short for a fit."""
+    steps, arrivals, engine = await _measured(config, seconds, seed, progress)
+    costs, fit = fit_steps([each.sizes for each in steps], seconds_of(steps))
+    host = msgspec.structs.replace(fit_host(steps), arrive=line(*np.array(arrivals).T))
+    info, runtime = engine.info, engine._started()
+    settings = {name: getattr(runtime.config, name) for name in _SETTINGS}
+    memory = {"num_pages": info.num_pages, "page_size": info.page_size, "max_model_len": info.max_model_len}
+    named = {"model": Path(config.model_name).name, "engine": info.description, "processor": processor_name()}
+    return Costs(
+        step=costs,
+        host=host,
+        fit=fit,
+        engine=settings | memory,
+        fingerprint=named | {"aioinfer": __version__},
+    )
+
+
+async def check(
+    costs: Costs,
+    config: EngineConfig,
+    *,
+    seconds: float = 30.0,
+    seed: int = 1,
+    progress: Progress | None = None,
+) -> Check:
+    """Compare costs with the steps of so many seconds. Raises as :func:`calibrate`."""
+    steps, *_ = await _measured(config, seconds, seed, progress)
+    took = seconds_of(steps)
+    expected = np.array([costs.step.seconds(each.sizes) for each in steps])
+    decode = np.array([not each.prefilling for each in steps])
+
+    def ratio(of: Any) -> float:
+        return float(took[of].sum() / expected[of].sum()) if of.any() else 1.0
+
+    return Check(len(steps), ratio(decode | True), ratio(decode), ratio(~decode))
+
+
+async def _measured(
+    config: EngineConfig, seconds: float, seed: int, progress: Progress | None
+) -> tuple[list[RecordedStep], list[tuple[float, float]], Engine]:
+    """Steps of an engine that starts and ends here; how long requests took until they were queued, by the
+    length of their prompts; and the engine, which is closed."""
+    fixed: dict[str, Any] = {"speculation": "off", "prefix_cache": False, "costs": None}
+    engine = Engine(dataclasses.replace(config, **fixed))
+    rounds = _Rounds(engine, seed)
+    async with engine:
+        await rounds.play(1)  # the first steps load code
+        recording = Recording(engine)
+        began = time.perf_counter()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while True:
+                    await rounds.play(None)
+                    if progress is not None:
+                        progress("calibrate", int(time.perf_counter() - began), int(seconds))
+        steps = recording.stop()
+        if progress is not None:
+            progress("calibrate", int(seconds), int(seconds))
+        return steps, rounds.arrivals, engine
+
+
+class _Rounds:
+    """Requests that come together, or one soon after the other."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self._engine = engine
+        self._dice = random.Random(seed)
+        #: tokens of a prompt, and seconds that generate() took
+        self.arrivals: list[tuple[float, float]] = []
+
+    async def play(self, requests: int | None) -> None:
+        """So many of them, or any number."""
+        engine, dice, info = self._engine, self._dice, self._engine.info
+        most = engine._started().config.running_requests
+        if requests is None:
+            requests = min(most, round(2 ** dice.uniform(0, np.log2(most))))
+        room = int(_SHARE * min(info.max_model_len, info.num_pages * (info.page_size or 1) / requests))
+        longest = max(1, min(room - 48, 2 * engine._started().config.step_tokens))
+        pause = dice.choice([0.0, 0.0, 0.02, 0.1])
+        async with asyncio.TaskGroup() as group:
+            for _ in range(requests):
+                prompt = round(2 ** dice.uniform(2, max(2.0, np.log2(longest))))
+                group.create_task(self._ask(min(longest, prompt), dice.randint(8, 48)))
+                await asyncio.sleep(pause * dice.random())
+
+    async def _ask(self, prompt: int, output: int) -> None:
+        vocabulary = self._engine.info.vocab_size
+        ids = [self._dice.randrange(vocabulary) for _ in range(prompt)]
+        began = time.perf_counter()
+        params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
+        stream = self._engine.generate(ids, params)
+        self.arrivals.append((prompt, time.perf_counter() - began))
+        await stream

@@ -1,0 +1,130 @@
+"""Fitting: from recorded steps to costs, by non-negative least squares of relative errors.
+
+As the error of a step counts by its share, short steps are as well described as long ones; as no cost is
+negative, none makes up for another, and what follows beyond the measured sizes is never absurd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.errors import ConfigError
+from aioinfer.scheduling.costs import Fit, HostCosts, Sizes, StepCosts
+from aioinfer.twin.recording import RecordedStep
+
+__all__ = ["fit_host", "fit_steps", "line", "nnls", "seconds_of"]
+
+_Floats = npt.NDArray[np.float64]
+
+#: positions at which the cost of one more may change
+_KNEES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
+#: steps that a cost between two knees must be seen in
+_SEEN = 12
+#: of these, one is kept back to judge the fit
+_HELD_OUT = 5
+#: a step that took this multiple of its time was disturbed by something that is not the engine's
+_DISTURBED = 4.0
+
+
+def nnls(matrix: _Floats, target: _Floats) -> _Floats:
+    """The x >= 0 with the least ``|matrix x - target|``, by active sets (Lawson and Hanson, Solving Least
+    Squares Problems, 1974, chapter 23)."""
+    count = matrix.shape[1]
+    found, passive = np.zeros(count), np.zeros(count, bool)
+    for _ in range(10 * count):
+        gradient = matrix.T @ (target - matrix @ found)
+        gradient[passive] = -np.inf
+        best = int(gradient.argmax())
+        if gradient[best] <= 1e-10 * float(np.abs(target).sum()):
+            break
+        passive[best] = True
+        while True:
+            tried = np.zeros(count)
+            tried[passive] = np.linalg.lstsq(matrix[:, passive], target, rcond=None)[0]
+            below = passive & (tried <= 0)
+            if not below.any():
+                break
+            share = float((found[below] / np.maximum(found[below] - tried[below], 1e-300)).min())
+            found = found + share * (tried - found)
+            passive &= found > 1e-15
+            found[~passive] = 0.0
+        found = tried
+    return found
+
+
+def seconds_of(steps: Sequence[RecordedStep]) -> _Floats:
+    """What each step took on the device: from the end of the one before, or from its launch if that was
+    later."""
+    ended = np.array([step.ended for step in steps])
+    before = np.concatenate([[-np.inf], ended[:-1]])
+    found: _Floats = ended - np.maximum(before, [step.launched for step in steps])
+    return found
+
+
+def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, Fit]:
+    """Costs of steps, and how good they are. Raises ConfigError: there are too few."""
+    if len(steps) < 4 * _HELD_OUT:
+        raise ConfigError(f"a fit needs {4 * _HELD_OUT} steps or more, got {len(steps)}")
+    sizes = np.array(steps, float)
+    held = np.arange(len(steps)) % _HELD_OUT == _HELD_OUT - 1
+    knees = _knees(sizes[~held, 0] + sizes[~held, 2])
+    features = _features(sizes, knees)
+    used = ~held
+    for _ in range(2):  # the second time without those that the first fit shows to be disturbed
+        weighted = features[used] / seconds[used, None]
+        scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
+        found = nnls(weighted / scale, np.ones(int(used.sum()))) / scale
+        used = ~held & (seconds < _DISTURBED * np.maximum(features @ found, 1e-12))
+    base, prefill, row, context, attention, *token = (float(each) for each in found)
+    base = max(base, 1e-9)
+    costs = StepCosts(base, row, context, attention, tuple(token), knees, prefill)
+    expected = features[held] @ found
+    errors = np.abs(expected / seconds[held] - 1)
+    unexplained = float(((seconds[held] - expected) ** 2).sum())
+    total = float(((seconds[held] - seconds[held].mean()) ** 2).sum())
+    bounds = zip(Sizes._fields, sizes.min(0).tolist(), sizes.max(0).tolist(), strict=True)
+    ranges = {name: (low, high) for name, low, high in bounds}
+    r2 = 1 - unexplained / total if total else 1.0
+    return costs, Fit(len(steps), r2, float(np.median(errors)), float(np.quantile(errors, 0.9)), ranges)
+
+
+def _knees(positions: _Floats) -> tuple[int, ...]:
+    """Those between which enough steps lie, with something beyond the last one."""
+    found = [0]
+    for knee in _KNEES[1:]:
+        if min(((positions > found[-1]) & (positions <= knee)).sum(), (positions > knee).sum()) >= _SEEN:
+            found.append(knee)
+    return tuple(found)
+
+
+def _features(sizes: _Floats, knees: tuple[int, ...]) -> _Floats:
+    """A column for each coefficient of StepCosts."""
+    rows, context, tokens, pairs = sizes.T
+    columns = [np.ones(len(sizes)), (tokens > 0).astype(float), rows, context, pairs]
+    for low, high in pairwise((*knees, np.inf)):
+        columns.append(np.clip(rows + tokens, low, high) - low)
+    return np.stack(columns, 1)
+
+
+def line(sizes: _Floats, seconds: _Floats) -> tuple[float, float]:
+    """Fixed seconds, and seconds per unit of size: plain least squares, as their sum is what matters."""
+    fixed, each = nnls(np.stack([np.ones(len(sizes)), sizes], 1), seconds)
+    return float(fixed), float(each)
+
+
+def fit_host(steps: Sequence[RecordedStep]) -> HostCosts:
+    """What the loop takes between steps."""
+    rows = np.array([len(step.generating) + len(step.prefilling) for step in steps], float)
+    plan = line(rows, np.array([step.launched - step.planned for step in steps]))
+    read = line(rows, np.array([step.delivered - step.read for step in steps]))
+    notice = float(np.median([step.read - step.ended for step in steps]))
+    idle: list[float] = []
+    busy: list[float] = []
+    for before, step in pairwise(steps):
+        (idle if before.ended < step.launched else busy).append(step.begun - max(before.ended, step.launched))
+    begin = float(np.median(idle)) - (float(np.median(busy)) if busy else 0.0) if idle else 0.0
+    return HostCosts(plan=plan, read=read, notice=notice, begin=max(0.0, begin))
