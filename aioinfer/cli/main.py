@@ -1,5 +1,5 @@
-"""The command line: ``aioinfer serve``, ``replica``, ``chat``, ``generate``, ``batch``, ``bench``, ``trace``,
-``models``, ``key`` and ``doctor``.
+"""The command line: ``aioinfer serve``, ``replica``, ``chat``, ``generate``, ``batch``, ``bench``,
+``simulate``, ``trace``, ``models``, ``key`` and ``doctor``.
 
 The only room of the package that handles signals, configures logging and chooses an event loop. Flags
 are generated from the fields of the config dataclasses; ``--help`` does not import torch.
@@ -29,6 +29,7 @@ from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
 from aioinfer.cli.replica import run_replica
 from aioinfer.cli.serving import serve_model
+from aioinfer.cli.simulate import simulate
 from aioinfer.cli.streams import OutputLost, note, open_streams, settle_streams, write
 from aioinfer.cli.terminal import ending_signals, interrupted, loop_factory, own_engine
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
@@ -225,6 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_batch(commands)
     _add_bench(commands)
+    _add_simulate(commands)
     _add_trace(commands)
     _command(commands, "models", "", "list the models that need no download", _models, plain=True)
     key = _command(commands, "key", "[NAME]", "make an API key, and its entry in api_keys", _key, plain=True)
@@ -301,6 +303,48 @@ def _add_bench(commands: Any) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the run's steps as a Chrome trace")
+    add_settings(parser, EngineConfig)
+
+
+def _add_simulate(commands: Any) -> None:
+    help = "predict what engines would do with a load, in virtual time, without model or device"
+    parser = _command(commands, "simulate", "--costs FILE", help, simulate)
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="what steps take, as aioinfer calibrate writes it; needed here or in --config",
+    )
+    load = parser.add_mutually_exclusive_group()
+    load.add_argument("--trace", type=Path, metavar="FILE", help="load: a recorded trace")
+    load.add_argument(
+        "--workload",
+        metavar="NAME",
+        default="chat",
+        help="load: a synthetic one, chat, agentic, batch or reasoning (default: chat)",
+    )
+    for name, metavar, default, what in (
+        ("rate", "R", "1", "arrivals per time, as a multiple of the load's own (default: 1)"),
+        ("requests", "N", None, "requests after which the load ends"),
+        ("duration", "TIME", None, "time after which it ends, such as 10min"),
+        ("replicas", "N", None, "engines behind a dispatcher (default: one for each role, or 1)"),
+        ("routing", "NAME", "prefix", "policy of the dispatcher (default: prefix)"),
+        ("roles", "NAMES", None, "of each replica: prefill, decode or both, separated by commas"),
+        ("kill", "REPLICA@TIME", [], "lose a replica, such as 2@120s; the first is 0; several: again"),
+        ("drain", "REPLICA@TIME", [], "have a replica leave when it has moved or ended its streams"),
+        ("join", "TIME", [], "add a replica"),
+        ("slo", "LIMITS", None, "of a good request, such as ttft=1s,itl=50ms,e2e=30s; itl is its mean"),
+        ("what-if", "NAME=VALUES", [], "compare: replicas=2..8, rate=0.5,1,2, routing or any setting"),
+        ("price", "P", None, "price of a replica for an hour"),
+        ("seed", "N", argparse.SUPPRESS, "seed of the load and of the engines (default: 0)"),
+    ):
+        action = "append" if default == [] else "store"
+        parser.add_argument(f"--{name}", metavar=metavar, default=default, action=action, help=what)
+    parser.add_argument("--exact", action="store_true", help="simulate every step by itself, which is slower")
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the run as a Chrome trace")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the run into this directory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.set_defaults(model_argument=None)
     add_settings(parser, EngineConfig)
 
 

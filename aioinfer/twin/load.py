@@ -61,7 +61,12 @@ def single(at: float, pieces: Pieces, output_tokens: int) -> Session:
     return Session(at, (Turn(0.0, pieces, output_tokens),))
 
 
-def tokens_of(pieces: Pieces) -> npt.NDArray[np.int32]:
-    """The token ids of a prompt: int32 [tokens]."""
-    contents, lengths = zip(*pieces, strict=True)
-    return np.repeat(np.asarray(contents, np.int32), lengths)
+def tokens_of(pieces: Pieces, vocabulary: int = CONTENTS) -> npt.NDArray[np.int32]:
+    """The token ids of a prompt, int32 [tokens]: the contents, or what stands for them in a smaller
+    ``vocabulary``."""
+    contents, lengths = (np.asarray(each, np.int64) for each in zip(*pieces, strict=True))
+    ids = np.repeat(contents, lengths)
+    if vocabulary < CONTENTS:
+        within = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        ids = (ids * 7919 + within * 31) % vocabulary
+    return ids.astype(np.int32)

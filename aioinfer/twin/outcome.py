@@ -86,3 +86,22 @@ class Outcome:
 
     def __len__(self) -> int:
         return len(self.arrived)
+
+    def add(
+        self,
+        arrived: float,
+        admitted: float,
+        first: float,
+        ended: float,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
+        refused: float,
+    ) -> None:
+        """Note a request that has ended."""
+        times = (self.arrived, arrived), (self.admitted, admitted), (self.first, first), (self.ended, ended)
+        for column, value in (*times, (self.refused, refused)):
+            column.append(value)
+        self.prompt_tokens.append(prompt_tokens)
+        self.cached_tokens.append(cached_tokens)
+        self.output_tokens.append(output_tokens)

@@ -14,22 +14,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import AioInferError, ConfigError, Rejected
+from aioinfer.errors import ConfigError
 from aioinfer.execution.device import DeviceLost, Progress
 from aioinfer.parallel import Dispatcher
-from aioinfer.params import SamplingParams
-from aioinfer.request import Output
 from aioinfer.scheduling.costs import Costs
 from aioinfer.stream import Stream
 from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.columns import ColumnLauncher
 from aioinfer.twin.device import TwinDevice, TwinLauncher
-from aioinfer.twin.load import ANSWER, Load, Pieces, Session, tokens_of
+from aioinfer.twin.load import Load
 from aioinfer.twin.outcome import Outcome
+from aioinfer.twin.playing import Player
 
 if TYPE_CHECKING:
     from aioinfer.twin.virtual_trace import VirtualTrace
@@ -101,20 +98,17 @@ class Twin:
         """As :func:`simulate`."""
         loop = asyncio.get_running_loop()
         async with self._server() as (server, engines):
+            player = Player(server, outcome=self.outcome, arrives=self._arrives, trace=self._trace)
             self._zero = loop.time()
             async with asyncio.TaskGroup() as group:
                 sampling = group.create_task(self._sample(engines, progress))
                 events = [
                     group.create_task(self._happens(each, server, engines)) for each in self.setup.events
                 ]
-                async with asyncio.TaskGroup() as sessions:
-                    for session in load:
-                        if (left := self._zero + session.at - loop.time()) > 0:
-                            await asyncio.sleep(left)
-                        sessions.create_task(self._session(server, session))
+                await player.play(load)
                 for each in (sampling, *events):
                     each.cancel()
-            self._finish(engines, loop.time() - self._zero)
+            self._finish(engines)
         return self.outcome
 
     # -- what serves ----------------------------------------------------------------------------
@@ -124,14 +118,17 @@ class Twin:
         number = next(self._numbers)
 
         def launcher(config: EngineConfig) -> TwinLauncher:
-            costs = self.setup.costs
-            device = TwinDevice(config, costs.engine.get("max_model_len"))
-            kind = TwinLauncher if self.setup.exact else ColumnLauncher
-            made = kind(device, costs.step, costs.host, number=number, trace=self._trace)
+            made = self.launcher(TwinDevice(config, self.setup.costs.engine.get("max_model_len")), number)
             self.launchers.append(made)
             return made
 
         return _TwinEngine(self._config, launcher=launcher, tokenizer=lambda _: None)
+
+    def launcher(self, device: TwinDevice, number: int) -> TwinLauncher:
+        """Of a replica that starts."""
+        kind = TwinLauncher if self.setup.exact else ColumnLauncher
+        costs = self.setup.costs
+        return kind(device, costs.step, costs.host, number=number, trace=self._trace)
 
     @asynccontextmanager
     async def _server(self) -> AsyncIterator[tuple[Any, list[_TwinEngine]]]:
@@ -161,63 +158,11 @@ class Twin:
         else:
             await server.remove(f"local-{event.replica}")
 
-    # -- requests -------------------------------------------------------------------------------
-
-    async def _session(self, server: Any, session: Session) -> None:
-        pieces: Pieces = ()
-        options: dict[str, Any] = {**dict(session.options), "priority": session.priority}
-        if session.name is not None:
-            options["routing_key"] = session.name
-        for turn in session.turns:
-            if turn.think > 0:
-                await asyncio.sleep(turn.think)
-            pieces += turn.pieces
-            params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True, temperature=0.0)
-            try:
-                self._arrives(pieces)
-                stream = server.generate(tokens_of(pieces), params, **options)
-            except AioInferError as error:
-                self._refused(error, sum(tokens for _, tokens in pieces))
-                return
-            try:
-                await stream
-            except AioInferError as error:
-                self._refused(error, sum(tokens for _, tokens in pieces))
-                return
-            self._ended(stream.cell.output)
-            pieces += ((ANSWER, turn.output_tokens),)
-
-    def _arrives(self, pieces: Pieces) -> None:
+    def _arrives(self, tokens: int) -> None:
+        """A request costs the host time; several replicas have several hosts."""
         fixed, token = self.setup.costs.host.arrive
         if len(self.launchers) == 1 and (fixed or token):
-            self.launchers[0].occupy(fixed + token * sum(tokens for _, tokens in pieces))
-
-    def _refused(self, error: AioInferError, tokens: int) -> None:
-        outcome, now = self.outcome, asyncio.get_running_loop().time() - self._zero
-        outcome.errors[type(error).__name__] += 1
-        outcome.arrived.append(now)
-        outcome.admitted.append(np.nan)
-        outcome.first.append(np.nan)
-        outcome.ended.append(now)
-        outcome.prompt_tokens.append(tokens)
-        outcome.cached_tokens.append(0)
-        outcome.output_tokens.append(0)
-        outcome.refused.append(error.retry_after if isinstance(error, Rejected) else 0.0)
-
-    def _ended(self, output: Output) -> None:
-        outcome, zero = self.outcome, self._zero
-        times = np.asarray(output.token_times)
-        outcome.arrived.append(output.arrival - zero)
-        outcome.admitted.append((output.admitted_at or 0.0) - zero)
-        outcome.first.append(times[0] - zero)
-        outcome.ended.append(times[-1] - zero)
-        outcome.prompt_tokens.append(len(output.prompt_ids))
-        outcome.cached_tokens.append(output.cached_tokens)
-        outcome.output_tokens.append(len(times))
-        outcome.refused.append(0.0)
-        outcome.itl.add(np.diff(times))
-        if self._trace is not None:
-            self._trace.request(str(len(outcome)), output.arrival - zero, float(times[-1]) - zero, len(times))
+            self.launchers[0].occupy(fixed + token * tokens)
 
     # -- figures --------------------------------------------------------------------------------
 
@@ -242,11 +187,10 @@ class Twin:
                 progress(samples[-1][0], len(self.outcome))
             await asyncio.sleep(pause)
 
-    def _finish(self, engines: list[_TwinEngine], seconds: float) -> None:
+    def _finish(self, engines: list[_TwinEngine]) -> None:
         outcome = self.outcome
-        outcome.seconds = seconds
         outcome.busy = sum(launcher.busy for launcher in self.launchers)
-        outcome.served += seconds * len(engines)
+        outcome.served += outcome.seconds * len(engines)
         for engine in engines:
             if engine._runtime is not None:
                 counters = engine._core.scheduler.queues.counters

@@ -16,6 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.twin import drawings
 from aioinfer.twin.outcome import Outcome
 from aioinfer.twin.report import Slo, as_json, figures, table
+from tests.tiers import SECONDS, rest
 
 
 def outcome() -> Outcome:
@@ -91,10 +92,10 @@ def test_goodput_counts_requests_that_meet_all_objectives_and_none_that_failed(s
 
 def test_one_token_has_no_gaps_to_judge() -> None:
     made = Outcome(seconds=1.0)
-    for column in ("arrived", "admitted", "first", "refused"):
+    for column in ("arrived", "admitted", "first", "ended", "refused"):
         getattr(made, column).append(0.0)
-    made.ended.append(0.0)
-    made.output_tokens.append(1)
+    for column in ("prompt_tokens", "cached_tokens", "output_tokens"):
+        getattr(made, column).append(1)
     assert figures(made, Slo(itl=1e-9)).met == 1
 
 
@@ -164,6 +165,7 @@ def test_json_has_the_figures_and_facts() -> None:
 # -- drawings ------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "labels", [("",), ("rate=1", "rate=2"), ("routing=hash rate=1", "routing=p2c rate=2")]
 )

@@ -1,0 +1,152 @@
+"""``aioinfer simulate``: what an engine, or several behind a dispatcher, would do with a load.
+
+It runs in virtual time and needs neither the model nor its device: steps take as long as a file of costs
+says. Standard output is the same, byte by byte, for the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aioinfer.cli.flags import read_settings
+from aioinfer.cli.streams import note, write
+from aioinfer.cli.terminal import Progress
+from aioinfer.config import EngineConfig
+from aioinfer.config.values import shown
+from aioinfer.errors import ConfigError
+from aioinfer.twin.arguments import duration, events, parse
+
+if TYPE_CHECKING:
+    from aioinfer.twin.load import Load
+    from aioinfer.twin.outcome import Outcome
+    from aioinfer.twin.sweep import Variant
+    from aioinfer.twin.virtual_trace import VirtualTrace
+
+__all__ = ["simulate"]
+
+
+async def simulate(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from aioinfer.twin import drawings, report
+    from aioinfer.twin.virtual_trace import VirtualTrace
+
+    slo = None if options.slo is None else report.Slo.parse(options.slo)
+    price = None if options.price is None else float(parse("price", options.price))
+    variants = _variants(options)
+    runs = [(variant, _load(options, variant)) for variant in variants]
+    if options.plots is not None:
+        drawings.check()
+    trace = None if options.perfetto is None else VirtualTrace()
+    if trace is not None and len(variants) > 1:
+        raise ConfigError("--perfetto writes a single run: give it without --what-if")
+    ended = threading.Event()
+    try:
+        outcomes = await asyncio.to_thread(_run, runs, int(options.requests or 0), trace, ended)
+    finally:
+        ended.set()
+    rows = [(label, report.figures(outcome, slo, price=price)) for label, outcome in outcomes]
+    setups = [variant.setup for variant in variants]
+    facts = {
+        "load": str(options.trace or options.workload),
+        "costs": "; ".join(dict.fromkeys(each.costs.description for each in setups)),
+        "seed": ", ".join(dict.fromkeys(str(each.seed) for each in setups)),
+    }
+    if any(each.costs.extrapolated for each in setups):
+        facts["note"] = "figures are extrapolated: the costs were not measured on this hardware"
+    write("\n".join(f"{name:6} {fact}" for name, fact in facts.items()))
+    write(f"\n{report.table(rows)}")
+    try:
+        if options.json is not None:
+            options.json.write_text(f"{report.as_json(rows, **facts)}\n")
+        if trace is not None:
+            trace.write(options.perfetto)
+            more = f", {trace.left_out} later ones left out" if trace.left_out else ""
+            write(f"\n{trace.kept} events in {options.perfetto}{more}; open it at https://ui.perfetto.dev")
+        if options.plots is not None:
+            drawings.draw(outcomes, rows, options.plots)
+    except OSError as error:
+        note(f"aioinfer: {error}")
+        return 1
+    return 0
+
+
+class _Ended(Exception):
+    """The command was cancelled, and its thread ends."""
+
+
+def _run(
+    runs: Sequence[tuple[Variant, Load]], total: int, trace: VirtualTrace | None, ended: threading.Event
+) -> list[tuple[str, Outcome]]:
+    """Simulate one after the other, until ``ended`` is set. ``total``: requests of each, 0 if unknown."""
+    from aioinfer.twin.running import simulate
+
+    bar, outcomes = Progress(), []
+    for (label, setup, _), load in runs:
+        stage, started = label or "simulation", time.perf_counter()
+
+        def progress(seconds: float, requests: int, stage: str = stage) -> None:
+            if ended.is_set():
+                raise _Ended
+            bar(f"{stage}, requests", requests, total)
+
+        outcome = simulate(load, setup, progress=progress, trace=trace)
+        bar("", 1, 1)  # takes the bar away
+        note(f"{stage}: {outcome.seconds:.0f} s in {time.perf_counter() - started:.1f} s")
+        outcomes.append((label, outcome))
+    return outcomes
+
+
+def _variants(options: argparse.Namespace) -> list[Variant]:
+    """The runs of the command, checked as far as this is possible before the first one."""
+    from aioinfer.parallel.roles import checked_roles
+    from aioinfer.scheduling.costs import Costs
+    from aioinfer.twin.running import Setup
+    from aioinfer.twin.sweep import variants
+
+    config = read_settings(EngineConfig, options)
+    if config.costs is None:
+        raise ConfigError("a simulation needs --costs FILE, which aioinfer calibrate writes")
+    roles = tuple(options.roles.split(",")) if options.roles else ()
+    setup = Setup(
+        costs=Costs.read(Path(config.costs)),
+        config=config,
+        replicas=int(parse("replicas", options.replicas or str(len(roles) or 1))),
+        routing=str(parse("routing", options.routing)),
+        roles=roles,
+        events=events(options.kill, options.drain, options.join),
+        exact=options.exact,
+        seed=config.seed or 0,
+    )
+    found = variants(setup, float(parse("rate", options.rate)), options.what_if)
+    for variant in found:
+        replicas = variant.setup.replicas
+        checked_roles(roles, replicas)
+        for event in setup.events:
+            replicas += event.kind == "join"
+            if event.replica >= replicas:
+                raise ConfigError(f"--{event.kind}: replica {event.replica} of {replicas}; the first is 0")
+    return found
+
+
+def _load(options: argparse.Namespace, variant: Variant) -> Load:
+    """The load of a variant, which is made while it is simulated."""
+    from aioinfer.twin.synthesis import WORKLOADS, synthesize
+    from aioinfer.twin.traces import read_trace, scaled
+
+    most = None if options.requests is None else int(parse("requests", options.requests))
+    until = None if options.duration is None else duration(options.duration, "--duration")
+    if options.trace is not None:
+        return scaled(read_trace(options.trace), variant.rate, most, until)
+    if options.workload not in WORKLOADS:
+        raise ConfigError(f"--workload must be one of {', '.join(WORKLOADS)}; got {shown(options.workload)}")
+    spec = WORKLOADS[options.workload]
+    if most is not None or until is not None:
+        spec = replace(spec, requests=most, seconds=until)
+    return synthesize(replace(spec, rate=spec.rate * variant.rate), variant.setup.seed)

@@ -1,0 +1,57 @@
+"""Virtual trace: the steps and requests of a simulation, for Perfetto and chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from aioinfer.observe.timeline import _events, _named, _spans
+
+__all__ = ["VirtualTrace"]
+
+
+class VirtualTrace:
+    """Keeps the first ``most`` steps and requests, each 200 to 300 bytes of the file; one lane per replica.
+    Times are virtual seconds."""
+
+    def __init__(self, most: int = 200_000) -> None:
+        self.kept = 0
+        #: steps and requests that came later
+        self.left_out = 0
+        self._most = most
+        self._steps: dict[int, list[tuple[str, int, float, float, int]]] = {}
+        self._requests: list[tuple[str, float, float, int]] = []
+
+    def step(self, replica: int, what: str, step: int, start: float, end: float, tokens: int) -> None:
+        """Note that a replica did this in a step of so many tokens."""
+        if self._room():
+            self._steps.setdefault(replica, []).append((what, step, start, end, tokens))
+
+    def request(self, name: str, start: float, end: float, tokens: int) -> None:
+        """Note a request, from its arrival to its end, with its output tokens."""
+        if self._room():
+            self._requests.append((name, start, end, tokens))
+
+    def write(self, path: str | Path) -> None:
+        """Write them as JSON in Chrome's trace event format. Raises OSError."""
+        with open(path, "w", encoding="utf-8") as file:
+            file.write('{"traceEvents": [\n')
+            for number, event in enumerate(chain(self._lanes(), _spans(self._requests, 0.0))):
+                file.write((",\n" if number else "") + json.dumps(event))
+            file.write(f'\n], "displayTimeUnit": "ms", "otherData": {{"left out": {self.left_out}}}}}\n')
+
+    def _room(self) -> bool:
+        kept = self.kept < self._most
+        self.kept += kept
+        self.left_out += not kept
+        return kept
+
+    def _lanes(self) -> Iterator[dict[str, Any]]:
+        for lane, (replica, steps) in enumerate(sorted(self._steps.items()), 1):
+            yield _named("thread_name", lane, {"name": f"replica {replica}"})
+            yield _named("thread_sort_index", lane, {"sort_index": lane})
+            for event, kept in zip(_events(lane, (each[:4] for each in steps), 0.0), steps, strict=True):
+                yield {**event, "args": {"step": kept[1], "tokens": kept[4]}}
