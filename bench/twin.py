@@ -2,9 +2,9 @@
 
 Costs of ``--model`` are calibrated (or read from ``--costs``), and the same seeded loads are played twice to
 the engine and once to its twin: ``low``, ``70`` and ``95`` per cent of the capacity that the twin has, a
-``burst``, and ``long`` prompts. ``error`` is the twin's relative error against the mean of both runs, ``spread``
-their own difference; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times of recorded
-steps to the scheduler and compares the compositions. ``ranking`` orders configurations by latency in both.
+``burst``, and ``long`` prompts. ``error`` is the twin's relative error against the mean of both runs,
+``spread`` their own difference; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times of
+recorded steps to the scheduler and compares the compositions. ``ranking`` orders configurations by latency.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import numpy as np
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import StepHandle
-from aioinfer.scheduling.costs import Costs, HostCosts
+from aioinfer.loop.pacing import Pace
+from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.scheduling.step import Step
 from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.calibration import calibrate
@@ -198,11 +199,27 @@ class Replay(Twin):
         return ReplayLauncher(self, device)
 
 
+class ReplayPace(Pace):
+    """Plans a step when it was planned."""
+
+    __slots__ = ("_twin",)
+
+    def __init__(self, twin: Replay) -> None:
+        super().__init__()
+        self._twin = twin
+
+    def spare(self, step: Step, launched: float, now: float) -> float:
+        twin, number = self._twin, len(self._twin.found)
+        if number >= len(twin.steps):
+            return 0.0
+        return max(0.0, twin.steps[number].planned - twin.zero + twin._zero - now)
+
+
 class ReplayLauncher(TwinLauncher):
     """Its host takes no time of its own: that is in the recorded moments."""
 
     def __init__(self, twin: Replay, device: TwinDevice) -> None:
-        super().__init__(device, twin.setup.costs.step, HostCosts())
+        super().__init__(device, twin.setup.costs)
         self._twin = twin
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
@@ -213,7 +230,9 @@ class ReplayLauncher(TwinLauncher):
             real = twin.steps[number]
             end, read = (each - twin.zero + twin._zero for each in (real.ended, real.read))
         else:
-            end = read = now + self.seconds(step)
+            end = read = now + self._step.seconds(Sizes.of(step))
+        if self.runtime is not None and not number:
+            self.runtime.driver._pace = ReplayPace(twin)
         self.flights.append((handle, end, self._loop.call_at(max(now, read), self._land)))
         return handle
 

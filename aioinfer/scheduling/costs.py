@@ -9,8 +9,8 @@ least squares and many decode steps in a row have a closed form::
     token       positions of prefill, on top of those rows
     attention   pairs of a prefill token and one before it
 
-What ``n`` positions cost is a line with knees: kernels compute them in groups, and a GPU is as busy with few as
-with some. The features are those of the dynamic chunks of SGLang and vLLM (vllm#41247), and these two.
+What ``n`` positions cost is a line with knees: kernels compute them in groups, and a GPU is as busy with few
+as with some. The features are those of the dynamic chunks of SGLang and vLLM (vllm#41247), and these two.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class HostCosts(msgspec.Struct, frozen=True):
     #: to plan, pack and launch a step, and to commit and deliver what it brought
     plan: tuple[float, float] = (0.0, 0.0)
     read: tuple[float, float] = (0.0, 0.0)
-    #: from the end of a step until the loop reads it, and from a launch until an idle device begins
-    notice: float = 0.0
+    #: from the end of a step until the loop reads it: quantiles at equal distances, one of which is drawn
+    notice: tuple[float, ...] = (0.0,)
+    #: from a launch until an idle device begins
     begin: float = 0.0
     #: from a request until it is queued: fixed and per prompt token
     arrive: tuple[float, float] = (0.0, 0.0)
@@ -129,6 +130,8 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """The file that ``aioinfer calibrate`` writes: of one model on one machine."""
 
     step: StepCosts
+    #: what steps took over what they were expected to: quantiles, as above
+    noise: tuple[float, ...] = (1.0,)
     host: HostCosts = HostCosts()
     #: what it was measured with: model, processor, version ...
     fingerprint: dict[str, str] = {}
@@ -166,7 +169,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.MsgspecError as error:
             raise ConfigError(f"costs: {path} is no file of aioinfer calibrate: {error}") from error
         step = found.step
-        values = (step.base, step.row, step.context, step.attention, step.prefill, *step.token)
+        values = (step.base, step.row, step.context, step.attention, step.prefill, *step.token, *found.noise)
         rising = len(step.knees) == len(step.token) and [*step.knees] == sorted({0, *step.knees})
         if not rising or not all(0 <= each < float("inf") for each in values) or step.base <= 0:
             raise ConfigError(

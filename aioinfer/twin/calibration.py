@@ -62,7 +62,7 @@ async def calibrate(
     """Costs of a model on this machine, of steps that an engine computes for so long. Raises as
     :meth:`aioinfer.Engine.start`, and ConfigError: the time was too short for a fit."""
     steps, arrivals, engine = await _measured(config, seconds, seed, progress)
-    costs, fit = fit_steps([each.sizes for each in steps], seconds_of(steps))
+    costs, noise, fit = fit_steps([each.sizes for each in steps], seconds_of(steps))
     host = msgspec.structs.replace(fit_host(steps), arrive=line(*np.array(arrivals).T))
     info, runtime = engine.info, engine._started()
     settings = {name: getattr(runtime.config, name) for name in _SETTINGS}

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.launcher import StepHandle
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.sampling.outcomes import NO_TOKEN
-from aioinfer.scheduling.costs import HostCosts, Sizes, StepCosts
+from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.load import ANSWER, CONTENTS
 
 if TYPE_CHECKING:
     from aioinfer.config import EngineConfig
+    from aioinfer.loop.runtime import Runtime
     from aioinfer.scheduling.step import Step
     from aioinfer.twin.virtual_trace import VirtualTrace
 
@@ -74,25 +78,47 @@ def tokens_of_step(step: Step) -> list[int]:
     return [ANSWER] * len(step.generating) + [ANSWER if row.samples else NO_TOKEN for row in step.prefilling]
 
 
+class _Dice:
+    """Draws one of equally likely values for each step, the same in every run."""
+
+    def __init__(self, values: Sequence[float], *seed: int) -> None:
+        self._values = np.asarray(values)
+        self._random = np.random.default_rng(seed)
+        self._drawn = np.empty(0, np.uint16)
+
+    def range(self, first: int, last: int) -> npt.NDArray[np.float64]:
+        """Of the steps [first, last)."""
+        while last > len(self._drawn):
+            more = self._random.integers(len(self._values), size=1 << 14, dtype=np.uint16)
+            self._drawn = np.concatenate([self._drawn, more])
+        return self._values[self._drawn[first:last]]
+
+    def of(self, step: int) -> float:
+        return float(self.range(step, step + 1)[0])
+
+
 class TwinLauncher:
     """Lands each step when it would have ended. ``number``: of the replica, in traces."""
 
     blocking = False
     asynchronous = True
+    #: of its engine, set when that has started
+    runtime: Runtime | None = None
 
     def __init__(
         self,
         device: TwinDevice,
-        step: StepCosts,
-        host: HostCosts,
+        costs: Costs,
         *,
         number: int = 0,
+        seed: int = 0,
         trace: VirtualTrace | None = None,
     ) -> None:
         self.timeline = Timeline()
         self.device: Any = device
-        self._step = step
-        self._host = host
+        self._step, self._host = costs.step, costs.host
+        self._noise = _Dice(costs.noise, seed, number, 0)
+        self._notice = _Dice(costs.host.notice, seed, number, 1)
         self._number = number
         self._trace = trace
         #: until when the host works, and the device
@@ -123,18 +149,14 @@ class TwinLauncher:
         self.occupy(fixed + row * step.num_rows)
         launched = self.host_until
         begin = launched + self._host.begin if self.device_until <= launched else self.device_until
-        end = begin + self.seconds(step)
+        end = begin + self._step.seconds(Sizes.of(step)) * self._noise.of(step.id)
         if self._trace is not None:
             self._trace.step(self._number, "forward", step.id, begin, end, step.num_tokens)
         self.busy += end - begin
         self.device_until = end
-        timer = self._loop.call_at(end + self._host.notice, self._land)
+        timer = self._loop.call_at(end + self._notice.of(step.id), self._land)
         self.flights.append((handle, end, timer))
         return handle
-
-    def seconds(self, step: Step) -> float:
-        """What a step takes on the device."""
-        return self._step.seconds(Sizes.of(step))
 
     def _land(self) -> None:
         """The oldest step has ended, and the host reads it when it has time."""

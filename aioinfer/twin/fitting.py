@@ -26,6 +26,8 @@ _KNEES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 
 _SEEN = 12
 #: of these, one is kept back to judge the fit
 _HELD_OUT = 5
+#: of noise
+_QUANTILES = 64
 #: a step that took this multiple of its time was disturbed by something that is not the engine's
 _DISTURBED = 4.0
 
@@ -65,31 +67,36 @@ def seconds_of(steps: Sequence[RecordedStep]) -> _Floats:
     return found
 
 
-def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, Fit]:
-    """Costs of steps, and how good they are. Raises ConfigError: there are too few."""
+def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, tuple[float, ...], Fit]:
+    """Costs of steps, their noise, and how good the costs are. Raises ConfigError: there are too few."""
     if len(steps) < 4 * _HELD_OUT:
         raise ConfigError(f"a fit needs {4 * _HELD_OUT} steps or more, got {len(steps)}")
     sizes = np.array(steps, float)
     held = np.arange(len(steps)) % _HELD_OUT == _HELD_OUT - 1
     knees = _knees(sizes[~held, 0] + sizes[~held, 2])
     features = _features(sizes, knees)
-    used = ~held
-    for _ in range(2):  # the second time without those that the first fit shows to be disturbed
-        weighted = features[used] / seconds[used, None]
+    used, weights = ~held, 1 / seconds
+    for _ in range(3):
+        # Weighted by what is expected, the mean is met; weighted by what was measured, it is missed by noise.
+        weighted = features[used] * weights[used, None]
         scale = np.maximum(np.linalg.norm(weighted, axis=0), 1e-300)
-        found = nnls(weighted / scale, np.ones(int(used.sum()))) / scale
-        used = ~held & (seconds < _DISTURBED * np.maximum(features @ found, 1e-12))
+        found = nnls(weighted / scale, seconds[used] * weights[used]) / scale
+        expected = np.maximum(features @ found, 1e-9)
+        used, weights = ~held & (seconds < _DISTURBED * expected), 1 / expected
     base, prefill, row, context, attention, *token = (float(each) for each in found)
     base = max(base, 1e-9)
     costs = StepCosts(base, row, context, attention, tuple(token), knees, prefill)
-    expected = features[held] @ found
-    errors = np.abs(expected / seconds[held] - 1)
-    unexplained = float(((seconds[held] - expected) ** 2).sum())
+    errors = np.abs(expected[held] / seconds[held] - 1)
+    unexplained = float(((seconds[held] - expected[held]) ** 2).sum())
     total = float(((seconds[held] - seconds[held].mean()) ** 2).sum())
     bounds = zip(Sizes._fields, sizes.min(0).tolist(), sizes.max(0).tolist(), strict=True)
     ranges = {name: (low, high) for name, low, high in bounds}
     r2 = 1 - unexplained / total if total else 1.0
-    return costs, Fit(len(steps), r2, float(np.median(errors)), float(np.quantile(errors, 0.9)), ranges)
+    return (
+        costs,
+        quantiles((seconds * weights)[used | held]),
+        Fit(len(steps), r2, float(np.median(errors)), float(np.quantile(errors, 0.9)), ranges),
+    )
 
 
 def _knees(positions: _Floats) -> tuple[int, ...]:
@@ -110,6 +117,12 @@ def _features(sizes: _Floats, knees: tuple[int, ...]) -> _Floats:
     return np.stack(columns, 1)
 
 
+def quantiles(values: _Floats) -> tuple[float, ...]:
+    """Those in the middle of equal shares: drawn alike, they have the values' mean and spread."""
+    shares = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    return tuple(float(each) for each in np.quantile(values, shares))
+
+
 def line(sizes: _Floats, seconds: _Floats) -> tuple[float, float]:
     """Fixed seconds, and seconds per unit of size: plain least squares, as their sum is what matters."""
     fixed, each = nnls(np.stack([np.ones(len(sizes)), sizes], 1), seconds)
@@ -121,7 +134,7 @@ def fit_host(steps: Sequence[RecordedStep]) -> HostCosts:
     rows = np.array([len(step.generating) + len(step.prefilling) for step in steps], float)
     plan = line(rows, np.array([step.launched - step.planned for step in steps]))
     read = line(rows, np.array([step.delivered - step.read for step in steps]))
-    notice = float(np.median([step.read - step.ended for step in steps]))
+    notice = quantiles(np.array([max(0.0, step.read - step.ended) for step in steps]))
     idle: list[float] = []
     busy: list[float] = []
     for before, step in pairwise(steps):

@@ -127,8 +127,8 @@ class Twin:
     def launcher(self, device: TwinDevice, number: int) -> TwinLauncher:
         """Of a replica that starts."""
         kind = TwinLauncher if self.setup.exact else ColumnLauncher
-        costs = self.setup.costs
-        return kind(device, costs.step, costs.host, number=number, trace=self._trace)
+        setup = self.setup
+        return kind(device, setup.costs, number=number, seed=setup.seed, trace=self._trace)
 
     @asynccontextmanager
     async def _server(self) -> AsyncIterator[tuple[Any, list[_TwinEngine]]]:
@@ -204,8 +204,8 @@ class _TwinEngine(Engine):
     async def start(self, progress: Progress | None = None) -> None:
         await super().start(progress)
         launcher = self._started().launcher
-        if isinstance(launcher, ColumnLauncher):
-            launcher.runtime = self._started()
+        assert isinstance(launcher, TwinLauncher)
+        launcher.runtime = self._started()
 
     def catch_up(self) -> None:
         if self._runtime is not None and isinstance(self._runtime.launcher, ColumnLauncher):
