@@ -2,9 +2,9 @@
 
 Costs of ``--model`` are calibrated (or read from ``--costs``), and the same seeded loads are played twice to
 the engine and once to its twin: ``low``, ``70`` and ``95`` per cent of the capacity that the twin has, a
-``burst``, and ``long`` prompts. ``error`` is the twin's relative error against the mean of both runs,
-``spread`` their own difference; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times of
-recorded steps to the scheduler and compares the compositions. ``ranking`` orders configurations by latency.
+``burst``, and ``long`` prompts. ``error`` is the twin's relative error against the mean of both runs, and
+``spread`` their own difference; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times
+of recorded steps to the scheduler and compares compositions. ``ranking`` orders configurations by latency.
 """
 
 from __future__ import annotations

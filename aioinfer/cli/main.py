@@ -25,6 +25,7 @@ from typing import Any
 from aioinfer._version import __version__
 from aioinfer.cli.batch import batch
 from aioinfer.cli.bench import bench
+from aioinfer.cli.calibrate import calibrate
 from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
 from aioinfer.cli.replica import run_replica
@@ -226,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_batch(commands)
     _add_bench(commands)
+    _add_calibrate(commands)
     _add_simulate(commands)
     _add_trace(commands)
     _command(commands, "models", "", "list the models that need no download", _models, plain=True)
@@ -306,6 +308,23 @@ def _add_bench(commands: Any) -> None:
     add_settings(parser, EngineConfig)
 
 
+def _add_calibrate(commands: Any) -> None:
+    help = "measure what steps take, for simulations and for engines (--costs)"
+    parser = _command(commands, "calibrate", "[MODEL]", help, calibrate)
+    _add_model(parser)
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="file to write"
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="time (default: 120)")
+    parser.add_argument(
+        "--check", type=Path, metavar="FILE", help="compare a file with 30 s of steps, and write nothing"
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="do not measure, but compute costs for a GPU: h100, h200, ..."
+    )
+    add_settings(parser, EngineConfig)
+
+
 def _add_simulate(commands: Any) -> None:
     help = "predict what engines would do with a load, in virtual time, without model or device"
     parser = _command(commands, "simulate", "--costs FILE", help, simulate)
@@ -344,7 +363,8 @@ def _add_simulate(commands: Any) -> None:
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the run as a Chrome trace")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the run into this directory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    parser.set_defaults(model_argument=None)
+    # What it is told to lose is no error.
+    parser.set_defaults(model_argument=None, log_level="critical")
     add_settings(parser, EngineConfig)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
-__all__ = ["Lane", "Overlap", "Timeline"]
+__all__ = ["Lane", "Overlap", "Timeline", "events_of", "named_event", "request_spans"]
 
 #: events kept per lane; 4096 steps of the loop lane
 _EVENTS = 1 << 14
@@ -148,7 +148,7 @@ class Timeline:
         requests = list(self.requests)
         begun = [events[0][2] for _, events in kept if events] + [start for _, start, _, _ in requests]
         origin = min(begun, default=0.0)
-        events = chain(_lanes(kept, origin), _spans(requests, origin))
+        events = chain(_lanes(kept, origin), request_spans(requests, origin))
         yield '{"traceEvents": ['
         first = True
         while piece := [*islice(events, _PIECE)]:
@@ -159,16 +159,16 @@ class Timeline:
 
 def _lanes(kept: Iterable[tuple[Lane, list[Event]]], origin: float) -> Iterator[dict[str, Any]]:
     for number, (lane, events) in enumerate(kept, 1):
-        yield _named("thread_name", number, {"name": lane.name})
-        yield _named("thread_sort_index", number, {"sort_index": number})
-        yield from _events(number, events, origin)
+        yield named_event("thread_name", number, {"name": lane.name})
+        yield named_event("thread_sort_index", number, {"sort_index": number})
+        yield from events_of(number, events, origin)
 
 
-def _named(what: str, lane: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def named_event(what: str, lane: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": 1, "tid": lane, "name": what, "args": arguments}
 
 
-def _events(lane: int, events: Iterable[Event], origin: float) -> Iterator[dict[str, Any]]:
+def events_of(lane: int, events: Iterable[Event], origin: float) -> Iterator[dict[str, Any]]:
     for what, step, start, end in events:
         yield {
             "ph": "X",
@@ -182,7 +182,9 @@ def _events(lane: int, events: Iterable[Event], origin: float) -> Iterator[dict[
         }
 
 
-def _spans(requests: Iterable[tuple[str, float, float, int]], origin: float) -> Iterator[dict[str, Any]]:
+def request_spans(
+    requests: Iterable[tuple[str, float, float, int]], origin: float
+) -> Iterator[dict[str, Any]]:
     """Requests as nestable asynchronous events: they overlap, so they have a track each."""
     for number, (name, start, end, tokens) in enumerate(requests):
         shared = {"cat": "request", "id": number, "pid": 1, "tid": 1, "name": name}

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ from aioinfer.system.cores import processor_name
 from aioinfer.twin.fitting import fit_host, fit_steps, line, seconds_of
 from aioinfer.twin.recording import RecordedStep, Recording
 
-__all__ = ["Check", "calibrate", "check"]
+__all__ = ["Check", "calibrate", "check", "compare"]
 
 #: settings that a simulation needs as they were decided here
 _SETTINGS = (
     *("max_running_requests", "max_step_tokens", "chunk_size", "max_prefill_tokens", "itl_target"),
-    *("overlap_steps", "plan_late", "max_overlapped_prefill"),
+    "overlap_steps",
 )
 #: share of the memory and of the context that the requests of a round may fill
 _SHARE = 0.7
@@ -70,6 +71,7 @@ async def calibrate(
     named = {"model": Path(config.model_name).name, "engine": info.description, "processor": processor_name()}
     return Costs(
         step=costs,
+        noise=noise,
         host=host,
         fit=fit,
         engine=settings | memory,
@@ -87,6 +89,11 @@ async def check(
 ) -> Check:
     """Compare costs with the steps of so many seconds. Raises as :func:`calibrate`."""
     steps, *_ = await _measured(config, seconds, seed, progress)
+    return compare(costs, steps)
+
+
+def compare(costs: Costs, steps: Sequence[RecordedStep]) -> Check:
+    """What steps took, against what they were thought to."""
     took = seconds_of(steps)
     expected = np.array([costs.step.seconds(each.sizes) for each in steps])
     decode = np.array([not each.prefilling for each in steps])

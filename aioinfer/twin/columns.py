@@ -2,9 +2,9 @@
 
 A batch that only decodes does the same in each step until a request ends or another one comes. Its steps
 differ by the positions that they read, so their times follow from each other by a few sums, and what they
-leave behind in scheduler and outputs can be written in one go. An engine with such a *column* under way is told
-by :meth:`ColumnLauncher.catch_up` before anything touches it: the steps that have been read by then are made
-good, the last of them at its own moment. So every figure is the one of the exact mode::
+leave behind in scheduler and outputs can be written in one go. An engine with such a *column* under way is
+told by :meth:`ColumnLauncher.catch_up` before anything touches it: the steps that have been read by then are
+made good, the last of them at its own moment. So every figure is the one of the exact mode::
 
     exact     read, plan │ read, plan │ read, plan │ read, plan │ read, plan (a request ends)
     columns   ├────────────────────── skipped ─────────────────┤ read, plan
@@ -60,7 +60,7 @@ class ColumnLauncher(TwinLauncher):
     _column: _Column | None = None
 
     def catch_up(self) -> None:
-        """Something is about to happen to the engine, or is to be read of it."""
+        """As in TwinLauncher: make good what has happened by now."""
         if self._column is None or self.runtime is None:
             return
         now, reads, driver = self._loop.time(), self._column.reads, self.runtime.driver

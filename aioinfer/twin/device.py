@@ -139,6 +139,9 @@ class TwinLauncher:
         info: DeviceInfo = self.device.open(progress)
         return info
 
+    def catch_up(self) -> None:
+        """Something is about to happen to the engine, or is to be read of it."""
+
     def occupy(self, seconds: float) -> None:
         """The host does something else for so long."""
         self.host_until = max(self.host_until, self._loop.time()) + seconds

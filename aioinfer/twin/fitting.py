@@ -92,11 +92,8 @@ def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, tupl
     bounds = zip(Sizes._fields, sizes.min(0).tolist(), sizes.max(0).tolist(), strict=True)
     ranges = {name: (low, high) for name, low, high in bounds}
     r2 = 1 - unexplained / total if total else 1.0
-    return (
-        costs,
-        quantiles((seconds * weights)[used | held]),
-        Fit(len(steps), r2, float(np.median(errors)), float(np.quantile(errors, 0.9)), ranges),
-    )
+    noise, p90 = quantiles((seconds * weights)[used | held]), float(np.quantile(errors, 0.9))
+    return costs, noise, Fit(len(steps), r2, float(np.median(errors)), p90, ranges)
 
 
 def _knees(positions: _Floats) -> tuple[int, ...]:

@@ -78,6 +78,11 @@ def simulate(
     loop = VirtualLoop(setup.seed)
     try:
         return loop.run_until_complete(Twin(setup, trace).play(load, progress))
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
@@ -93,6 +98,8 @@ class Twin:
         self._trace = trace
         self._config = _settled(setup)
         self._numbers = itertools.count()
+        #: replicas that serve, and since when
+        self._serving: dict[_TwinEngine, float] = {}
 
     async def play(self, load: Load, progress: Callable[[float, int], None] | None = None) -> Outcome:
         """As :func:`simulate`."""
@@ -137,6 +144,7 @@ class Twin:
         alone = setup.replicas == 1 and not setup.events
         server: Any = engines[0] if alone else Dispatcher(engines, policy=setup.routing, roles=setup.roles)
         await server.start()
+        self._serving = dict.fromkeys(engines, 0.0)
         try:
             yield server, engines
         finally:
@@ -149,6 +157,7 @@ class Twin:
         if event.kind == "join":
             engines.append(self.engine())
             await server.add(engines[-1])
+            self._serving[engines[-1]] = event.at
             return
         if event.replica >= len(engines):
             raise ConfigError(f"{event.kind}: there is no replica {event.replica}")
@@ -157,11 +166,14 @@ class Twin:
             engines[event.replica]._started().lost(DeviceLost("killed"))
         else:
             await server.remove(f"local-{event.replica}")
+        now = asyncio.get_running_loop().time() - self._zero
+        self.outcome.served += now - self._serving.pop(engines[event.replica], now)
 
     def _arrives(self, tokens: int) -> None:
         """A request costs the host time; several replicas have several hosts."""
         fixed, token = self.setup.costs.host.arrive
         if len(self.launchers) == 1 and (fixed or token):
+            self.launchers[0].catch_up()
             self.launchers[0].occupy(fixed + token * tokens)
 
     # -- figures --------------------------------------------------------------------------------
@@ -190,7 +202,7 @@ class Twin:
     def _finish(self, engines: list[_TwinEngine]) -> None:
         outcome = self.outcome
         outcome.busy = sum(launcher.busy for launcher in self.launchers)
-        outcome.served += outcome.seconds * len(engines)
+        outcome.served += sum(outcome.seconds - begun for begun in self._serving.values())
         for engine in engines:
             if engine._runtime is not None:
                 counters = engine._core.scheduler.queues.counters
@@ -208,8 +220,9 @@ class _TwinEngine(Engine):
         launcher.runtime = self._started()
 
     def catch_up(self) -> None:
-        if self._runtime is not None and isinstance(self._runtime.launcher, ColumnLauncher):
-            self._runtime.launcher.catch_up()
+        launcher = None if self._runtime is None else self._runtime.launcher
+        if isinstance(launcher, TwinLauncher):
+            launcher.catch_up()
 
     def _queue(self, *arguments: Any) -> Stream:
         self.catch_up()
@@ -228,12 +241,9 @@ def _settled(setup: Setup) -> EngineConfig:
         "costs": None,
         "prefix_cache_dir": None,
     }
-    names = {each.name for each in dataclasses.fields(EngineConfig)}
-    measured = {name: value for name, value in setup.costs.engine.items() if name in names}
-    default = EngineConfig()
-    open_ones = {
-        name: value
-        for name, value in measured.items()
-        if getattr(config, name) is None or getattr(config, name) == getattr(default, name)
+    measured = {
+        each.name: setup.costs.engine.get(each.name)
+        for each in dataclasses.fields(EngineConfig)
+        if getattr(config, each.name) is None
     }
-    return dataclasses.replace(config, **{**open_ones, **fixed})
+    return dataclasses.replace(config, **{**measured, **fixed})

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from aioinfer.observe.timeline import _events, _named, _spans
+from aioinfer.observe.timeline import events_of, named_event, request_spans
 
 __all__ = ["VirtualTrace"]
 
@@ -39,7 +39,7 @@ class VirtualTrace:
         """Write them as JSON in Chrome's trace event format. Raises OSError."""
         with open(path, "w", encoding="utf-8") as file:
             file.write('{"traceEvents": [\n')
-            for number, event in enumerate(chain(self._lanes(), _spans(self._requests, 0.0))):
+            for number, event in enumerate(chain(self._lanes(), request_spans(self._requests, 0.0))):
                 file.write((",\n" if number else "") + json.dumps(event))
             file.write(f'\n], "displayTimeUnit": "ms", "otherData": {{"left out": {self.left_out}}}}}\n')
 
@@ -51,7 +51,7 @@ class VirtualTrace:
 
     def _lanes(self) -> Iterator[dict[str, Any]]:
         for lane, (replica, steps) in enumerate(sorted(self._steps.items()), 1):
-            yield _named("thread_name", lane, {"name": f"replica {replica}"})
-            yield _named("thread_sort_index", lane, {"sort_index": lane})
-            for event, kept in zip(_events(lane, (each[:4] for each in steps), 0.0), steps, strict=True):
+            yield named_event("thread_name", lane, {"name": f"replica {replica}"})
+            yield named_event("thread_sort_index", lane, {"sort_index": lane})
+            for event, kept in zip(events_of(lane, (each[:4] for each in steps), 0.0), steps, strict=True):
                 yield {**event, "args": {"step": kept[1], "tokens": kept[4]}}

@@ -1,0 +1,89 @@
+"""Decode steps that are skipped leave behind exactly what they leave one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from aioinfer.twin.load import Session
+from aioinfer.twin.outcome import Outcome
+from aioinfer.twin.running import Event
+from tests.tiers import FURTHER, nightly
+from tests.twin.worlds import conversations, played, requests
+
+Load = Callable[[int], Iterator[Session]]
+
+WORLDS: dict[str, tuple[Load, dict[str, Any]]] = {
+    "one at a time": (lambda seed: requests(30, 0.3, 120, seed), {}),
+    "several at a time": (lambda seed: requests(60, 3, 100, seed), {}),
+    "more than there are slots": (lambda seed: requests(60, 20, 60, seed), {}),
+    "fewer pages than they need": (
+        lambda seed: requests(60, 20, 120, seed),
+        {"settings": {"num_pages": 220}},
+    ),
+    "growing conversations": (lambda seed: conversations(25, 2, seed), {}),
+    "a cache that is full": (lambda seed: conversations(30, 2, seed), {"settings": {"num_pages": 150}}),
+    "two steps ahead": (lambda seed: requests(40, 3, 60, seed), {"settings": {"overlap_steps": 2}}),
+    "no step ahead": (lambda seed: requests(40, 3, 60, seed), {"settings": {"overlap_steps": 0}}),
+    "priorities": (lambda seed: urgent(40, seed), {"settings": {"policy": "priority", "preemption": True}}),
+    "deadlines": (lambda seed: due(40, seed), {"settings": {"policy": "slack"}}),
+    "three replicas": (lambda seed: requests(80, 8, 80, seed), {"replicas": 3}),
+    "a replica is lost": (
+        lambda seed: requests(80, 8, 80, seed),
+        {"replicas": 3, "events": (Event(4.0, "kill", 1),)},
+    ),
+    "one leaves, one comes": (
+        lambda seed: requests(80, 8, 80, seed),
+        {"replicas": 2, "events": (Event(3.0, "drain", 0), Event(5.0, "join"))},
+    ),
+}
+
+
+def urgent(count: int, seed: int) -> Iterator[Session]:
+    for number, each in enumerate(requests(count, 8, 60, seed)):
+        yield dataclasses.replace(each, priority=number % 3)
+
+
+def due(count: int, seed: int) -> Iterator[Session]:
+    for number, each in enumerate(requests(count, 8, 60, seed)):
+        yield dataclasses.replace(each, options=(("deadline", 1.0 + number % 5),))
+
+
+def same(mine: Outcome, theirs: Outcome) -> None:
+    for each in dataclasses.fields(Outcome):
+        if each.name not in ("samples", "itl"):  # a column under way has not been counted yet
+            assert repr(getattr(mine, each.name)) == repr(getattr(theirs, each.name)), each.name
+    assert mine.itl == theirs.itl
+
+
+def compare(name: str, seed: int) -> float:
+    """The share of steps that are not simulated one by one."""
+    load, options = WORLDS[name]
+    exact, none = played(load(seed), exact=True, **options)
+    columns, skipped = played(load(seed), exact=False, **options)
+    assert not none
+    same(exact, columns)
+    return skipped / exact.steps
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_columns_leave_what_steps_leave(name: str) -> None:
+    skipped = compare(name, 1)
+    if not name.endswith("ahead"):
+        assert skipped > 0.15, "hardly anything was skipped"
+
+
+@nightly(FURTHER)
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("name", WORLDS)
+def test_columns_leave_what_steps_leave_with_other_dice(name: str, seed: int) -> None:
+    compare(name, seed)
+
+
+def test_long_outputs_of_few_take_a_twentieth_of_the_events() -> None:
+    exact, _ = played(requests(12, 0.1, 900, 3), exact=True)
+    _, skipped = played(requests(12, 0.1, 900, 3), exact=False)
+    assert exact.steps > 20 * (exact.steps - skipped)
