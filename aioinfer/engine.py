@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
     from aioinfer.observe.metrics.measuring import Measuring
+    from aioinfer.scheduling.costs import Costs
     from aioinfer.speculation.drafter import Drafter
     from aioinfer.text.tokenizer import Tokenizer
 
@@ -182,7 +183,7 @@ class Engine(EngineLike):
             info=info,
         )
         info = factory.completed(info, tokenizer, config, fingerprint)
-        costs = await intake.run(factory.step_costs, config)
+        costs = await intake.run(self._step_costs, config)
         core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter, costs)
         await intake.run(core.preparing.warm_up)
         adapters = AdapterLoads(core.adapters, launcher, intake, config.model_name)
@@ -198,6 +199,9 @@ class Engine(EngineLike):
         observing.observe(runtime, self.config, runtime.stats)
         _log.info("engine %d, %s, started: %s", next(_started), config.model_name, info.decisions)
         return runtime
+
+    def _step_costs(self, config: EngineConfig) -> Costs | None:
+        return factory.step_costs(config)
 
     def _load_texts(self, config: EngineConfig) -> Tokenizer | None:
         """The tokenizer, and what chats import. Blocks. Raises ConfigError."""

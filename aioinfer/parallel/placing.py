@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -74,7 +75,8 @@ class Placing:
             return "decode"
         known = here = there = record.known
         if self.policy.looks_at_prefixes:
-            ids, pages = record.output.known_ids(0, known), _pages(record)
+            ids = array("i", record.output.known_ids(0, known))  # many replicas make a key of it
+            pages = page_hashes(ids, hash(record.namespace))
             for each in self.ready:
                 uncached = known - _cached(each, ids, record, pages)[0]
                 here = min(here, uncached) if each.role != "prefill" else here
@@ -117,7 +119,8 @@ class Placing:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
         if self.policy.looks_at_prefixes:
-            ids, pages = record.output.known_ids(0, known), _pages(record)
+            ids = array("i", record.output.known_ids(0, known))  # many replicas make a key of it
+            pages = page_hashes(ids, hash(record.namespace))
             shares = self._shares(pages, known)
             for each in free:
                 there, coming = _cached(each, ids, record, pages)

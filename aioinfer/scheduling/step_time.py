@@ -53,7 +53,8 @@ class StepTime:
     )
 
     def __init__(self, target: float, costs: Costs | None = None, *, refines: bool = True) -> None:
-        """``costs``: of a calibration; what is learned stays within bounds of them. ``refines``: learn."""
+        """``costs``: of a calibration; what is learned stays within bounds of them. ``refines``: learn,
+        where there are any."""
         self.target = target
         self._calibrated = costs is not None
         self._refines = refines
@@ -85,19 +86,21 @@ class StepTime:
         """The same, by its sizes."""
         if not (seconds > 0 and isfinite(seconds)):
             return
-        parts = self._parts(sizes)
-        expected = sum(parts)
         self._steps += 1
+        learns = self._refines or not self._calibrated
+        parts = self._parts(sizes) if learns or sizes.tokens else [0.0] * 5
         if self._steps == 1 and not self._calibrated:
+            expected = sum(parts)
             self._factors = [seconds / expected] * 5
             return
         if sizes.rows:
             self._beside += _RECENT * (sum(parts[3:]) - self._beside)
             self._context += _RECENT * (sizes.context / sizes.rows - self._context)
-        if self._refines:
-            self._learn(parts, expected, seconds, prefills=sizes.tokens > 0)
+        if learns:
+            self._learn(parts, seconds, prefills=sizes.tokens > 0)
 
-    def _learn(self, parts: list[float], expected: float, seconds: float, *, prefills: bool) -> None:
+    def _learn(self, parts: list[float], seconds: float, *, prefills: bool) -> None:
+        expected = sum(parts)
         weights = [doubt * part * part for doubt, part in zip(self._doubts, parts, strict=True)]
         shares = [weight / sum(weights) for weight in weights]
         newest = _NEWEST

@@ -125,11 +125,13 @@ class Twin:
         number = next(self._numbers)
 
         def launcher(config: EngineConfig) -> TwinLauncher:
-            made = self.launcher(TwinDevice(config, self.setup.costs.engine.get("max_model_len")), number)
-            self.launchers.append(made)
-            return made
+            launched = self.launcher(TwinDevice(config, self.setup.costs.engine.get("max_model_len")), number)
+            self.launchers.append(launched)
+            return launched
 
-        return _TwinEngine(self._config, launcher=launcher, tokenizer=lambda _: None)
+        made = _TwinEngine(self._config, launcher=launcher, tokenizer=lambda _: None)
+        made.costs = self.setup.costs
+        return made
 
     def launcher(self, device: TwinDevice, number: int) -> TwinLauncher:
         """Of a replica that starts."""
@@ -213,6 +215,11 @@ class Twin:
 class _TwinEngine(Engine):
     """Catches up with its column before anything is asked of it."""
 
+    costs: Costs | None = None
+
+    def _step_costs(self, config: EngineConfig) -> Costs | None:
+        return self.costs
+
     async def start(self, progress: Progress | None = None) -> None:
         await super().start(progress)
         launcher = self._started().launcher
@@ -239,6 +246,7 @@ def _settled(setup: Setup) -> EngineConfig:
         "switch_interval": 0.0,
         "seed": setup.seed,
         "costs": None,
+        "refine_costs": False,
         "prefix_cache_dir": None,
     }
     measured = {
