@@ -5,6 +5,8 @@ the engine and once to its twin: ``low``, ``70`` and ``95`` per cent of the capa
 ``burst``, and ``long`` prompts. ``error`` is the twin's relative error against the mean of both runs, and
 ``spread`` their own difference; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times
 of recorded steps to the scheduler and compares compositions. ``ranking`` orders configurations by latency.
+``replicas`` plays a load to two engines in processes of one thread each, one of which is killed half-way; its
+costs should come from two calibrations with ``--threads 1`` at the same time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import argparse
 import asyncio
 import dataclasses
 import itertools
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +28,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import StepHandle
 from aioinfer.loop.pacing import Pace
+from aioinfer.parallel import Dispatcher
 from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.scheduling.step import Step
 from aioinfer.testing.virtual_time import VirtualLoop
@@ -33,7 +38,7 @@ from aioinfer.twin.load import Session, single
 from aioinfer.twin.outcome import Outcome
 from aioinfer.twin.playing import Player
 from aioinfer.twin.recording import RecordedStep, Recording, members
-from aioinfer.twin.running import Setup, Twin, simulate
+from aioinfer.twin.running import Event, Setup, Twin, simulate
 from bench.report import Report
 
 #: requests that generate, and those of prefill with the lengths of their chunks
@@ -79,6 +84,9 @@ def run(options: argparse.Namespace, report: Report) -> None:
             compare(config, costs, name, [*loads.make(name)], options.runs, report)
     if "replay" in options.only:
         replay(config, costs, [*loads.make("70")], report)
+    if "replicas" in options.only:
+        for killed in (False, True):
+            replicas(config, costs, [*loads.make("two")], options, report, killed=killed)
     if "ranking" in options.only:
         rank(config, costs, [*loads.make("ranking")], report)
 
@@ -101,7 +109,7 @@ class Loads:
         if name == "long":
             rate = 0.6 * self.long_capacity
             return self._requests(int(self._seconds * rate), rate, self._longest / 2)
-        rate = self.capacity * {"low": 0.3, "70": 0.7, "95": 0.95, "ranking": 0.85}[name]
+        rate = self.capacity * {"low": 0.3, "70": 0.7, "95": 0.95, "ranking": 0.85, "two": 1.2}[name]
         return self._requests(int(self._seconds * rate), rate, 160.0)
 
     def _requests(self, count: int, rate: float, prompt: float) -> Iterator[Session]:
@@ -116,8 +124,12 @@ def compare(
     config: EngineConfig, costs: Costs, name: str, load: Sequence[Session], runs: int, report: Report
 ) -> None:
     """A row per figure: real, twin, error, spread."""
-    predicted = figures(simulate(load, Setup(costs=costs, config=config)))
-    measured = [figures(asyncio.run(play(config, load))[0]) for _ in range(runs)]
+    predicted = simulate(load, Setup(costs=costs, config=config))
+    judge(name, predicted, [asyncio.run(play(config, load))[0] for _ in range(runs)], report)
+
+
+def judge(name: str, twin_outcome: Outcome, outcomes: Sequence[Outcome], report: Report) -> None:
+    predicted, measured = figures(twin_outcome), [figures(each) for each in outcomes]
     for what, bound in BOUNDS.items():
         values = [each[what] for each in measured]
         real, twin = float(np.mean(values)), predicted[what]
@@ -125,7 +137,7 @@ def compare(
         judged = what == "tokens_per_s" or name not in SATURATED
         report.row(
             part=name, what=what, real=real, twin=twin, error=error, spread=spread, bound=bound,
-            holds=str(abs(error) <= max(bound, 1.5 * spread)) if judged else "-", requests=len(load),
+            holds=str(abs(error) <= max(bound, 1.5 * spread)) if judged else "-", requests=len(twin_outcome),
         )  # fmt: skip
 
 
@@ -235,6 +247,34 @@ class ReplayLauncher(TwinLauncher):
             self.runtime.driver._pace = ReplayPace(twin)
         self.flights.append((handle, end, self._loop.call_at(max(now, read), self._land)))
         return handle
+
+
+# -- replicas ------------------------------------------------------------------------------------------
+
+
+def replicas(
+    config: EngineConfig, costs: Costs, load: Sequence[Session], options: Any, report: Report, *, killed: bool
+) -> None:
+    """Two engines behind a dispatcher; of the second one, perhaps, nothing is left half-way."""
+    half = load[len(load) // 2].at
+    events = (Event(half, "kill", 1),) if killed else ()
+    setup = Setup(costs=costs, config=config, replicas=2, routing="total_tokens", events=events)
+    predicted = simulate(load, setup)
+    measured = [asyncio.run(dispatched(config, load, half if killed else None)) for _ in range(options.runs)]
+    judge("one of two killed" if killed else "two replicas", predicted, measured, report)
+
+
+async def dispatched(config: EngineConfig, load: Sequence[Session], kill: float | None) -> Outcome:
+    config = dataclasses.replace(config, threads=1)
+    async with Dispatcher(config=config, processes=2, policy="total_tokens") as dispatcher:
+        await Player(dispatcher).play([single(0.0, (((1 << 20) + each, 50),), 20) for each in range(8)])
+        dispatcher.flush_cache()
+        loop = asyncio.get_running_loop()
+        if kill is not None:
+            dispatcher._started().when_lost = None  # it is not started again
+            victim: Any = dispatcher._replicas[1]
+            loop.call_later(kill, os.kill, victim.pid, signal.SIGKILL)
+        return await Player(dispatcher).play(load)
 
 
 # -- ranking -------------------------------------------------------------------------------------------
