@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.errors import ConfigError
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.launcher import StepHandle
 from aioinfer.observe.timeline import DeviceLane, Timeline
@@ -55,16 +56,31 @@ class TwinDevice:
             num_pages=pages,
             eos_token_ids=frozenset(),
             description="a twin: nothing is computed",
+            page_bytes=1,
+            page_layout="twin",
         )
+        self._page = bytearray(1)
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         return self._info
+
+    def page_views(self, page: int) -> Sequence[memoryview]:
+        """As of HostPages, so that replicas leave pages for each other: all have the same byte."""
+        return [memoryview(self._page)]
+
+    def state_views(self, cell: int) -> Sequence[memoryview]:
+        return []
 
     def prepare(self, step: Step) -> Step:
         return step
 
     def launch(self, step: Step) -> Any:
         raise NotImplementedError("the launcher lands steps itself")
+
+    def prepare_adapter(self, path: Any) -> Any:
+        raise ConfigError("adapters: they are not simulated")
+
+    install_adapter = remove_adapter = prepare_adapter
 
     def check(self) -> None:
         """Never lost by itself."""
