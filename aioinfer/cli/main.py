@@ -346,7 +346,7 @@ def _add_simulate(commands: Any) -> None:
         ("rate", "R", "1", "arrivals per time, as a multiple of the load's own (default: 1)"),
         ("requests", "N", None, "requests after which the load ends"),
         ("duration", "TIME", None, "time after which it ends, such as 10min"),
-        ("replicas", "N", None, "engines behind a dispatcher (default: one for each role, or 1)"),
+        ("replicas", "N", argparse.SUPPRESS, "engines behind a dispatcher (default: one for each role, or 1)"),
         ("routing", "NAME", "prefix", "policy of the dispatcher (default: prefix)"),
         ("roles", "NAMES", None, "of each replica: prefill, decode or both, separated by commas"),
         ("kill", "REPLICA@TIME", [], "lose a replica, such as 2@120s; the first is 0; several: again"),

@@ -117,7 +117,7 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     setup = Setup(
         costs=Costs.read(Path(config.costs)),
         config=config,
-        replicas=int(parse("replicas", options.replicas or str(len(roles) or 1))),
+        replicas=int(parse("replicas", vars(options).get("replicas") or str(len(roles) or 1))),
         routing=str(parse("routing", options.routing)),
         roles=roles,
         events=events(options.kill, options.drain, options.join),

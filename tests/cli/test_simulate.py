@@ -104,8 +104,8 @@ def test_flags_reach_the_simulation(costs: str, monkeypatch: pytest.MonkeyPatch)
         return real(load, replace(setup, events=()), **options)
 
     monkeypatch.setattr(running, "simulate", simulate)
-    given = "--exact --roles both,both --routing hash --kill 1@2min --drain 0@60s --join 1s --chunk-size 64"
-    assert run(costs, "--requests", "2", *given.split()) == 0
+    given = "--exact --roles both,both --routing hash --kill 1@2min --chunk-size 64"
+    assert run(costs, "--requests", "2", *given.split(), "--drain", "0@60s", "--join", "1s") == 0
     (setup,) = setups
     assert (setup.replicas, setup.roles, setup.routing, setup.exact) == (2, ("both", "both"), "hash", True)
     assert setup.events == (
