@@ -4,7 +4,7 @@
     ├── ConfigError          (ValueError)    a field of a config is invalid or not supported here
     ├── RequestError                         one request failed or was ended; the engine continues
     │   ├── InvalidRequest   (ValueError)    refused before it is queued; ``.field`` names the argument
-    │   ├── Rejected                         the queue is full, or a deadline near; ``.retry_after`` seconds
+    │   ├── Rejected                         the queue is full, or it would be late; ``.retry_after`` seconds
     │   ├── ConstraintFailed                 its constraints allow no further token; ``.fields``
     │   ├── ProcessorFailed                  one of its logits processors raised; see ``__cause__``
     │   ├── TimedOut         (TimeoutError)  a waiting or running deadline passed; ``.phase``
@@ -107,7 +107,7 @@ class ProcessorFailed(RequestError):
 
 class Rejected(RequestError):
     """The queue is full, in requests or in tokens (``code`` is "queue_full"), or a request would miss its
-    deadline ("deadline"). Retry after ``retry_after`` seconds."""
+    ``ttft_target`` or its ``deadline`` (which is the code). Retry after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0, code: str = "queue_full") -> None:
         super().__init__(message)

@@ -55,6 +55,9 @@ class RequestMetrics:
     token_times: tuple[float, ...]
     #: how many of them are of tokens that the request began with
     resumed: int = 0
+    #: seconds from its arrival in which its first token was expected when it was accepted, without a margin;
+    #: of requests with a ``ttft_target`` or a ``deadline``, where that was known
+    predicted_ttft: float | None = None
 
     @property
     def ttft(self) -> float | None:

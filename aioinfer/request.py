@@ -54,6 +54,8 @@ class SentOptions(_Options, total=False):
     """Those that travel to other processes."""
 
     deadline: float | None
+    ttft_target: float | None
+    itl_target: float | None
     queue_behind: int
     pooling: Pooling | None
 
@@ -63,6 +65,8 @@ class JobOptions(_Options, total=False):
     them."""
 
     deadline: float | asyncio.Timeout | None
+    ttft_target: float | None
+    itl_target: float | None
     budget: TokenBudget | None
 
 
@@ -89,8 +93,12 @@ class Request:
     #: seconds until the first step, and from there on; None for no limit
     waiting_timeout: float | None = None
     running_timeout: float | None = None
-    #: seconds from its arrival in which it should end, with the policy ``slack``; None: no hurry
+    #: seconds from its arrival in which it should end, and have its first token; it is refused if it would
+    #: not; None: no hurry
     deadline: float | None = None
+    ttft_target: float | None = None
+    #: seconds that steps with prompts of others should take while it generates; None: as long as the engine's
+    itl_target: float | None = None
     #: output tokens that it shares with others; None: no such bound
     budget: TokenBudget | None = None
     #: unread output tokens beyond which nothing more is computed until the consumer reads; None for no limit
@@ -108,7 +116,8 @@ class Request:
             raise InvalidRequest("pooling", f"must be a Pooling, got {shown(self.pooling)}")
         check_timeout("waiting_timeout", self.waiting_timeout)
         check_timeout("running_timeout", self.running_timeout)
-        check_timeout("deadline", self.deadline)
+        for name in ("deadline", "ttft_target", "itl_target"):
+            check_timeout(name, getattr(self, name))
         if not isinstance(self.budget, (TokenBudget, NoneType)):
             raise InvalidRequest("budget", f"must be a TokenBudget, got {shown(self.budget)}")
         if self.budget is not None and self.params.max_tokens == 0:
@@ -175,6 +184,7 @@ class Output:
         "pieces",
         "plain",
         "pooled",
+        "predicted_ttft",
         "prompt_ids",
         "prompt_logprobs",
         "rejected_prediction",
@@ -230,6 +240,8 @@ class Output:
 
         self.arrival = arrival
         self.admitted_at: float | None = None
+        #: seconds from then in which its first token was expected
+        self.predicted_ttft: float | None = None
         self.finished_at: float | None = None
         #: one per output token that has its text
         self.token_times: list[float] = []
@@ -310,7 +322,8 @@ class Output:
     def metrics(self) -> RequestMetrics:
         """The times so far."""
         times = tuple(self.token_times)
-        return RequestMetrics(self.arrival, self.admitted_at, self.finished_at, times, self.resumed)
+        ends = self.admitted_at, self.finished_at
+        return RequestMetrics(self.arrival, *ends, times, self.resumed, self.predicted_ttft)
 
     def result(self) -> Result:
         """A snapshot of the output; final once it has ended."""

@@ -26,6 +26,8 @@ BENCHES = {
     "scheduler": "microseconds of planning and resolving a step, without a device",
     "admission": "fifo against packing where long prompts stand before short ones",
     "deadlines": "share of deadlines met by each policy on a mixed load, and the error of slack's estimate",
+    "promises": "whether accepted requests meet their targets and refused ones would have, and itl_target",
+    "twin": "what the twin predicts, beside what this machine then measures",
     "overlap": "what launching steps ahead hides, on a model and on a device of fixed step time",
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
     "speculation": "drafts beside plain decoding in the same engine",

@@ -6,10 +6,10 @@ time of that run, longer for longer outputs. It runs with a cost model in ``virt
 ``timed`` loop, which waits for each step, and for ``real`` on a model.
 
 ``fcfs`` and ``lpm`` know no deadlines; with ``priority``, nearer ones are more important; ``edf`` is earliest
-deadline first; ``slack`` refuses what it expects to be late, and ``slack, all`` refuses nothing. ``met`` is
-the share of all requests with a deadline: a refused one counts as missed. ``free_s`` is how long requests
-without a deadline took. ``estimate`` is the duration that slack expected when a request came, as a multiple
-of what it was.
+deadline first. With ``slack`` the engine refuses what it expects to be late, and with all others nothing,
+``slack, all`` included. ``met`` is the share of all requests with a deadline: a refused one counts as missed.
+``free_s`` is how long requests without a deadline took. ``estimate`` is the duration that was expected when a
+request came, as a multiple of what it was.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import Rejected
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.forecast import Expected, Forecast
+from aioinfer.scheduling.policies.fcfs import Fcfs
+from aioinfer.scheduling.policies.lpm import Lpm
+from aioinfer.scheduling.policies.priority import Priority
 from aioinfer.scheduling.policies.slack import Slack
-from aioinfer.scheduling.policy import Ranked
+from aioinfer.scheduling.policy import Estimates, Policy, Ranked
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Step
 from bench.report import Report, percentiles
@@ -47,28 +51,52 @@ class Edf(Ranked):
 
 
 class Watched(Slack):
-    """Keeps what it expects of each request, by its id."""
+    """Keeps what was expected of each request with a deadline, by its id."""
 
-    refuses = True
     expected: dict[str | None, float]
+    newest: Expected | None = None
 
-    def late(self, sequence: Sequence, now: float) -> float:
-        late = super().late(sequence, now)
-        if self._times.known:
-            self.expected[sequence.request.request_id] = now + self.needed(sequence, now) - sequence.arrival
-        return late if self.refuses else 0.0
+    def plan_with(self, estimates: Estimates) -> None:
+        super().plan_with(estimates)
+        assert isinstance(estimates, Forecast)
+        expect = estimates.expect
+
+        def watched(*arguments: Any) -> Expected | None:
+            self.newest = expect(*arguments)
+            return self.newest
+
+        estimates.expect = watched  # type: ignore[method-assign, assignment]
+
+    def add(self, sequence: Sequence) -> None:
+        super().add(sequence)
+        if (found := self.newest) is not None and found.end is not None:
+            self.expected.setdefault(sequence.request.request_id, found.end)
+        self.newest = None
 
 
-class WatchedAll(Watched):
-    refuses = False
+def all_of(cls: type[Policy]) -> type[Policy]:
+    """The policy on an engine that refuses nothing."""
+
+    class All(cls):  # type: ignore[misc, valid-type]
+        def plan_with(self, estimates: Estimates) -> None:
+            super().plan_with(estimates)
+            assert isinstance(estimates, Forecast)
+            late = estimates.late
+
+            def never(*arguments: Any) -> None:
+                late(*arguments)
+
+            estimates.late = never  # type: ignore[method-assign, assignment]
+
+    return All
 
 
-POLICIES: dict[str, str | type] = {
-    "fcfs": "fcfs",
-    "lpm": "lpm",
-    "priority": "priority",
-    "edf": Edf,
-    "slack, all": WatchedAll,
+POLICIES: dict[str, type] = {
+    "fcfs": all_of(Fcfs),
+    "lpm": all_of(Lpm),
+    "priority": all_of(Priority),
+    "edf": all_of(Edf),
+    "slack, all": all_of(Watched),
     "slack": Watched,
 }
 
@@ -244,7 +272,7 @@ def _simulated(options: argparse.Namespace) -> Callable[[str | type], Engine]:
 
     def make(policy: str | type) -> Engine:
         settings = _settings(options, policy)
-        config = EngineConfig(model="toy", page_size=16, num_pages=4000, step_time_target=0.2, **settings)
+        config = EngineConfig(model="toy", page_size=16, num_pages=4000, itl_target=0.2, **settings)
         device = ToyDevice(num_pages=4000, page_size=16, num_slots=config.num_slots, vocab_size=VOCAB[1] + 1)
         launcher = TimedLauncher(device, seconds)
         return Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None)

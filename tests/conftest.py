@@ -284,7 +284,7 @@ def _seed_generators(name: str) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def cpu_step_time() -> Iterator[float]:
-    """The default of ``step_time_target`` on a CPU, which no engine of this process has: with it, a slow
+    """The default of ``itl_target`` on a CPU, which no engine of this process has: with it, a slow
     machine decides which requests meet in a batch. Tests of the target give one of their own."""
     from aioinfer.loop import factory
 

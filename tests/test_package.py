@@ -271,7 +271,7 @@ def test_steps_have_a_time_by_default_on_a_cpu_only(
     info = DeviceInfo(10, 10, 10, frozenset(), "", device=device)
 
     def target(given: float | None = None) -> float | None:
-        config = EngineConfig(step_time_target=given)
-        return decide(config, None, asynchronous=False, info=info).step_time_target
+        config = EngineConfig(itl_target=given)
+        return decide(config, None, asynchronous=False, info=info).itl_target
 
     assert (target(), target(0.5), target(0)) == (seconds, 0.5, 0)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Requests", "refuse_names"]
 
 #: options with a default in the config
-_CONFIGURED = ("waiting_timeout", "running_timeout", "max_lag")
+_CONFIGURED = ("waiting_timeout", "running_timeout", "ttft_target", "max_lag")
 _OPTIONS = frozenset(each.name for each in fields(Request))
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
@@ -132,9 +132,13 @@ class Requests(ABC):
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
             waiting_timeout: seconds until its first step; default from the config.
             running_timeout: seconds from its first step on; default from the config.
-            deadline: seconds from now in which it should end, or what ``asyncio.timeout`` returned. With the
-                policy ``slack`` it goes the sooner the less time it has to spare, and is refused if it would
-                come too late by what steps took so far. It ends no request: the timeouts do.
+            deadline: seconds from now in which it should end, or what ``asyncio.timeout`` returned. It is
+                refused if it would end later by what steps and outputs took so far, and goes the sooner the
+                less time it has to spare with the policy ``slack``. It ends no request: the timeouts do.
+            ttft_target: seconds from now in which its first token should come; default from the config. It is
+                refused if that would come later by what is before it in the queue.
+            itl_target: seconds that steps which it shares with prompts of others should take at most; the
+                smallest of the config's and of those of the requests that generate counts.
             budget: output tokens that it shares with other requests. When these are used up, all that share
                 them end with the finish reason "length".
             priority: larger goes first, with the policy ``priority``.
@@ -155,7 +159,7 @@ class Requests(ABC):
         Raises:
             InvalidRequest: an argument is bad, or the prompt certainly too long (``code`` is then
                 "context_length_exceeded"). Errors that only tokenizing can find are raised by the stream.
-            Rejected: the queue is full, or it would miss its deadline.
+            Rejected: the queue is full, or it would miss its ``ttft_target`` or its ``deadline``.
             EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
         """
         serving = self._serving()

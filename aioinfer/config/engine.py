@@ -193,7 +193,7 @@ class EngineConfig(ImageSettings):
         AT_LEAST_ONE,
     )
     #: Of a step that prompts share with requests that generate; the limits in tokens hold as well.
-    step_time_target: float | None = option(
+    itl_target: float | None = option(
         None,
         "batching",
         "seconds of a step in which prompts share with streams; 0: no limit; default: 0.2 on a CPU, else 0",
@@ -353,6 +353,9 @@ class EngineConfig(ImageSettings):
         AT_LEAST_ONE,
     )
     waiting_timeout: float | None = option(None, "limits", "seconds until a request's first step", POSITIVE)
+    ttft_target: float | None = option(
+        None, "limits", "seconds until a request's first token: refused if it would come later", POSITIVE
+    )
     running_timeout: float | None = option(
         None, "limits", "seconds from a request's first step to its end", POSITIVE
     )

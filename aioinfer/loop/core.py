@@ -144,7 +144,7 @@ class Core:
                 config.max_encoder_tokens,
                 two_way=info.images.two_way,
             )
-        times = StepTime(config.step_time_target or 0.0, self._costs, refines=config.refine_costs)
+        times = StepTime(config.itl_target or 0.0, self._costs, refines=config.refine_costs)
         speculation = None
         if self._drafter is not None:
             speculation = Speculation(
@@ -298,9 +298,9 @@ class Core:
         else:
             resumption.place(sequence, cell, self.weight_version)
         self._draft(sequence, prepared.prediction)
-        if request.deadline is not None and not sequence.output_ids and queued is None:
-            self._check_deadline(sequence)
         try:
+            if not sequence.output_ids and queued is None:
+                self._check_limits(sequence)
             self.scheduler.submit(sequence)
         except PolicyFailed as cause:
             output.accepted = False
@@ -319,13 +319,22 @@ class Core:
             drafts = DraftRequest(prompt, NO_IDS if prediction is None else prediction, output.label or "")
             sequence.drafting = Drafting(drafts, self._usual_rates)
 
-    def _check_deadline(self, sequence: Sequence) -> None:
-        """Raise Rejected for a new request that would miss its deadline."""
-        late = self.scheduler.queues.waiting.late(sequence, self.clock())
-        if late > 0:
-            sequence.output.accepted = False
-            message = f"it would end {late:.3g} s after its deadline of {sequence.request.deadline:g} s"
-            raise Rejected(message, late, "deadline")
+    def _check_limits(self, sequence: Sequence) -> None:
+        """Raise Rejected for a new request that would miss its ``ttft_target`` or its deadline, as far as
+        that is known; PolicyFailed."""
+        request, scheduler = sequence.request, self.scheduler
+        if request.ttft_target is None and request.deadline is None:
+            return
+        late = scheduler.forecast.late(scheduler.queues, sequence, self.clock())
+        if late is None:
+            return
+        sequence.output.accepted = False
+        what = f"in {late.seconds:.3g} s, {late.late:.3g} s after its"
+        if late.limit == "ttft_target":
+            message = f"its first token would come {what} target of {request.ttft_target:g} s"
+        else:
+            message = f"it would end {what} deadline of {request.deadline:g} s"
+        raise Rejected(message, late.late, late.limit)
 
     def commit(self, sequence: Sequence) -> int:
         """Offer the resolved pages of a running request to others now, and not first when it ends; returns

@@ -236,7 +236,7 @@ def decide(
     settings: dict[str, Any] = {
         "overlap_steps": 1,
         "max_prefill_tokens": None,
-        "step_time_target": _CPU_STEP if info is not None and info.device == "cpu" else 0.0,
+        "itl_target": _CPU_STEP if info is not None and info.device == "cpu" else 0.0,
         "max_running_requests": config.running_requests,
         "max_step_tokens": config.step_tokens,
         "chunk_size": config.chunk_tokens,

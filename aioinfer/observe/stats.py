@@ -67,7 +67,7 @@ class EngineStats:
     #: parkings of a request because its consumer lagged
     parkings: int
     prefill_tokens: int
-    #: steps whose prefill was cut for ``step_time_target``, and seconds of them that went to rows that
+    #: steps whose prefill was cut for ``itl_target``, and seconds of them that went to rows that
     #: generate: what prompts took longer for it
     cut_steps: int = _gauge(lambda s, _: s.times.cut_steps)
     cut_seconds: float = _gauge(lambda s, _: s.times.cut_seconds)

@@ -24,6 +24,7 @@ def request_of(record: Record, left: TimeLeft) -> Request:
         waiting_timeout=left.waiting,
         running_timeout=left.running,
         deadline=left.deadline,
+        ttft_target=left.ttft_target,
         queue_behind=0,
         request_id=record.output.request_id,
     )

@@ -25,11 +25,13 @@ __all__ = ["Record", "TimeLeft", "namespace_of"]
 
 
 class TimeLeft(NamedTuple):
-    """Seconds until the first step, from there on, and until the deadline. None: no limit."""
+    """Seconds until the first step, from there on, until the deadline and until the first token. None: no
+    limit."""
 
     waiting: float | None
     running: float | None
     deadline: float | None
+    ttft_target: float | None
 
 
 def namespace_of(cache_salt: str, adapter: str | None) -> Namespace:
@@ -137,13 +139,15 @@ class Record(OpenRequest):
     def time_left(self, now: float) -> TimeLeft:
         """What is left for an attempt that begins now."""
         request, output = self.request, self.output
-        waiting, running = request.waiting_timeout, request.running_timeout
+        waiting, running, first = request.waiting_timeout, request.running_timeout, request.ttft_target
+        if first is not None:
+            first = None if output.token_ids else max(SOON, first - (now - output.arrival))
         if output.admitted_at is not None:
             waiting = None
             running = None if running is None else max(SOON, running - (now - output.admitted_at))
         elif waiting is not None:
             waiting = max(SOON, waiting - (now - output.arrival))
-        return TimeLeft(waiting, running, output.deadline_left(now))
+        return TimeLeft(waiting, running, output.deadline_left(now), first)
 
     def checkpoint(self, info: DeviceInfo, *, whole_blocks: bool) -> StreamCheckpoint:
         """From where another attempt goes on: from the end of the last of the ``whole_blocks`` of a diffusion

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sortedcontainers import SortedDict
 
@@ -27,7 +27,7 @@ from aioinfer.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from aioinfer.scheduling.step_time import StepTime
 
-__all__ = ["CacheAware", "Policy", "Ranked", "make_policy", "policy_class"]
+__all__ = ["CacheAware", "Estimates", "Policy", "Ranked", "make_policy", "policy_class"]
 
 #: with more waiting requests than this, cache-aware policies do not sort
 SORT_LIMIT = 128
@@ -66,6 +66,15 @@ class PolicyFailed(Exception):
         return failed
 
 
+class Estimates(Protocol):
+    """What requests take: of :class:`~aioinfer.scheduling.forecast.Forecast`."""
+
+    times: StepTime
+
+    def alone(self, sequence: Sequence, rows: int) -> float:
+        """Seconds that a request needs in one of ``rows`` slots that are taken; 0: not known."""
+
+
 class Policy:
     """The queue itself, in the order of :attr:`Sequence.place`: that of arrival, but for ``queue_behind``.
     Subclasses change :meth:`order`.
@@ -80,13 +89,13 @@ class Policy:
         #: rounds in which a cache-aware policy found too many waiting to sort them
         self.fallbacks = 0
 
-    def plan_with(self, times: StepTime, slots: int) -> None:
-        """Called once, with what steps take, as that is learned, and how many requests may run."""
+    def plan_with(self, estimates: Estimates) -> None:
+        """Called once, with what requests take, as that is learned."""
 
-    def late(self, sequence: Sequence, now: float) -> float:
-        """Seconds by which a new request would miss its deadline, 0 if it would not or nothing is known: what
-        is late is refused."""
-        return 0.0
+    def ahead(self, sequence: Sequence) -> int:
+        """How many of those that wait, the first of :meth:`order`, go before a new request: what is promised
+        to it follows from them. By default those that arrived before."""
+        return int(self._arrivals.bisect_left(sequence.place))
 
     @property
     def name(self) -> str:
@@ -157,6 +166,9 @@ class Ranked(Policy):
 
     def order(self) -> Iterator[Sequence]:
         return iter(self._ranked.values())
+
+    def ahead(self, sequence: Sequence) -> int:
+        return int(self._ranked.bisect_left((self.rank(sequence), sequence.place)))
 
 
 class CacheAware(Policy):

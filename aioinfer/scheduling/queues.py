@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import abc
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from aioinfer.budget import TokenBudget
@@ -110,6 +110,7 @@ class RequestQueues:
         "asked",
         "batch",
         "counters",
+        "ended",
         "growing",
         "junk_until",
         "last_step",
@@ -120,14 +121,25 @@ class RequestQueues:
         "running",
         "sharing",
         "shelved",
+        "timely",
         "waiting",
     )
 
-    def __init__(self, memory: Memory, waiting: Policy, batch: RunningBatch, leaders: PrefixLeaders) -> None:
-        self.memory = memory
+    def __init__(
+        self,
+        memory: Memory,
+        waiting: Policy,
+        batch: RunningBatch,
+        leaders: PrefixLeaders,
+        ended: Callable[[Sequence], None],
+    ) -> None:
+        """``ended`` is called with each request that ran and has ended."""
+        self.memory, self.ended = memory, ended
         self.waiting = waiting
         #: requests with slot and pages, in the order of admission
         self.running: dict[int, Sequence] = {}
+        #: those of them that have an ``itl_target``
+        self.timely: dict[int, Sequence] = {}
         self.arriving: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
@@ -183,6 +195,7 @@ class RequestQueues:
                 del self.sharing[budget]
         self.counters.finished += 1
         if ran:
+            self.ended(sequence)
             self.waiting.stopped(sequence)  # last: policies learn from how outputs end
         return True
 
@@ -278,6 +291,8 @@ class RequestQueues:
         self._dequeue(sequence)
         sequence.state = SequenceState.RUNNING
         self.running[sequence.key] = sequence
+        if sequence.request.itl_target is not None:
+            self.timely[sequence.key] = sequence
         self.prefilling[sequence.key] = sequence
         self.waiting.started(sequence)
         self.leaders.lead(sequence)
@@ -308,6 +323,7 @@ class RequestQueues:
         self._stop_computing(sequence)
         self.arriving.pop(sequence.key, None)
         del self.running[sequence.key]
+        self.timely.pop(sequence.key, None)
         self.memory.release(sequence)
 
     def retract(self, sequence: Sequence) -> None:

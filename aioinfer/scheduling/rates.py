@@ -12,8 +12,8 @@ _FORGIVEN = 0.98
 
 
 class TransferRates:
-    """Seconds per token of reading, smoothed, against what computing takes. What was not measured yet is worth
-    a try."""
+    """Seconds per token of reading, smoothed, against what computing takes. What was not measured yet is
+    worth a try."""
 
     __slots__ = ("_times", "read")
 

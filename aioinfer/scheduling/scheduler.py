@@ -16,6 +16,7 @@ from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
 from aioinfer.scheduling.budgets import Budgets
 from aioinfer.scheduling.failures import Failures
 from aioinfer.scheduling.faults import PlanFaults
+from aioinfer.scheduling.forecast import Forecast
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed, make_policy
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
@@ -42,6 +43,7 @@ class Scheduler:
 
     __slots__ = (
         "_encoded_last",
+        "_itl_target",
         "_newest_rows",
         "_prefilled_last",
         "_short",
@@ -53,6 +55,7 @@ class Scheduler:
         "config",
         "failures",
         "faults",
+        "forecast",
         "queues",
         "ratio",
         "suspects",
@@ -77,9 +80,14 @@ class Scheduler:
         leaders = PrefixLeaders(memory, config.share_prefix_tokens)
         self.config = config
         self._whole_prompts = whole_prompts
-        self.queues = RequestQueues(memory, policy, batch, leaders)
-        self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
+        self.times = StepTime(config.itl_target or 0.0) if times is None else times
+        self._itl_target = self.times.target
         self.ratio = NewTokenRatio(config)
+        #: what new requests will take
+        self.forecast = Forecast(config, memory, self.times, self.ratio)
+        policy.plan_with(self.forecast)
+        self.queues = RequestQueues(memory, policy, batch, leaders, self.forecast.ended)
+        self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
         self.cap = StepCap(config.step_tokens, least=batch.unit)
         #: requests that ended because planning raised for them
         self.faults = PlanFaults(self.queues)
@@ -89,8 +97,6 @@ class Scheduler:
         self.failures = Failures(self.queues, self.cap, self.suspects)
         #: how often the weights were replaced
         self.weight_version = 0
-        self.times = StepTime(config.step_time_target or 0.0) if times is None else times
-        policy.plan_with(self.times, config.running_requests)
         self.budgets = Budgets(self.queues)
         self._prefilled_last = self._encoded_last = False
         #: id of the newest step with rows
@@ -226,6 +232,7 @@ class Scheduler:
         self.ratio.decay()
         step = Step(queues.last_step + 1, generating, tuple(prefilling), num_tokens, multi_step)
         queues.last_step = step.id
+        self.forecast.planned(step, prefill_tokens)
         return step
 
     def abandon_plan(self, error: Exception, newest: int) -> bool:
@@ -254,6 +261,7 @@ class Scheduler:
         """Chunks of the prompts under way, then of those that are admitted: beside requests that generate,
         as far as there is time."""
         queues = self.queues
+        self.times.target = self._itl_target if not queues.timely else self._least_itl_target()
         if self.times.target and (generating or len(queues.batch)):
             budget.bound(self.times, generating, queues.batch.unit * len(queues.batch))
         rows: list[Row] = []
@@ -271,6 +279,11 @@ class Scheduler:
         if reserve is not None and not self._short:
             rows += self._admissions(budget, reserve)
         return rows
+
+    def _least_itl_target(self) -> float:
+        """The smallest target of the engine and of the requests that generate, 0 if there is none."""
+        found = [each.request.itl_target for each in self.queues.timely.values() if each.cursor.relay_ready]
+        return min([each for each in (self._itl_target, *found) if each], default=0.0)
 
     @property
     def _may_admit(self) -> bool:
@@ -374,6 +387,7 @@ class Scheduler:
             rows.append(self._row(sequence, start, length))
         if start + length == stop:
             cursor.relay_ready = True
+            sequence.sampled_in = queues.last_step + 1
             del queues.prefilling[sequence.key]
             queues.batch.join(sequence)
         return rows

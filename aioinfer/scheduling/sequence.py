@@ -98,6 +98,7 @@ class Sequence:
         "prompt_ids",
         "recovery",
         "request",
+        "sampled_in",
         "seed",
         "state",
         "steering",
@@ -158,6 +159,8 @@ class Sequence:
         self.expected = False
         #: rounds of admission in which this request was the eldest and another one was admitted
         self.passed = 0
+        #: the step that has the last of its known tokens, and samples the next one; 0: none yet
+        self.sampled_in = 0
         self.kv = Allocation()
         self.recovery = Recovery()
         #: drafts for it; None: nothing is drafted
@@ -207,6 +210,11 @@ class Sequence:
     def deadline(self) -> float | None:
         """On the same scale, when it should have ended."""
         return self.output.deadline
+
+    @property
+    def possible(self) -> int:
+        """Output tokens that it may have."""
+        return self.max_length - len(self.prompt_ids)
 
     # -- weights --------------------------------------------------------------------------------
 

@@ -155,6 +155,7 @@ def run(name: str, options: str, tmp_path: Path) -> dict[str, Any]:
             ("scheduler", "--running 1 4 --waiting 0 8 --cached-pages 16 --steps 3 --rounds 1", 8),
             ("admission", "--requests 8 --rounds 1", 16),
             ("deadlines", "--requests 8 --loads 1 --policies fcfs slack", 6),
+            ("promises", "--requests 80 --loads 1.3 --sample 1 --itl 0.05 --chunks 64", 3),
             ("prefix", "--requests 4 --rounds 1 --output 2 --system 16 --loads system none", 6),
             ("overlap", "--batch 2 --rounds 1 --output 4", 4),
             ("overlap", "--batch 2 --rounds 1 --output 4 --toy", 3),

@@ -24,6 +24,6 @@ def test_slack_meets_more_deadlines_than_others(load: float, margin: float) -> N
     assert rows["slack"]["met"] >= margin * others
     # Who is refused could not have made it, by and large, and who is not makes it.
     assert rows["slack"]["late"] < 0.5 * rows["slack, all"]["late"]
-    assert rows["slack"]["late"] + rows["slack"]["refused"] <= 1.1 * rows["slack, all"]["late"]
+    assert rows["slack"]["late"] + rows["slack"]["refused"] <= 1.15 * rows["slack, all"]["late"]
     assert rows["slack"]["estimate_off"] < 0.5
     assert rows["slack"]["free_s_mean"] < rows["priority"]["free_s_mean"]

@@ -48,7 +48,7 @@ def make_block_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = 
         chunk_size=rng.choice([1, size, 3 * size, 64]),
         max_prefill_tokens=rng.choice([None, None, 2, 2 * size]),
         overlap_steps=rng.choice([0, 1, 1, 2]),
-        step_time_target=random.Random(seed + 7).choice([0.0, 0.001, 0.02]),
+        itl_target=random.Random(seed + 7).choice([0.0, 0.001, 0.02]),
         seed=seed,
         mixed=mixed,
         policy=rng.choice(policy_names()),

@@ -84,6 +84,8 @@ async def lifetime(world: World, number: int) -> None:
         "max_lag": rng.choice([None, None, None, 1, 3]),
         # Of its own dice, so that the others fall as they did before there were deadlines.
         "deadline": random.Random(number).choice([None, None, 0.02, 0.2, 5.0]),
+        "ttft_target": random.Random(f"first {number}").choice([None, None, 0.02, 1.0]),
+        "itl_target": random.Random(f"gap {number}").choice([None, None, 0.001, 0.02]),
     }
     behaviour = rng.choice(
         [

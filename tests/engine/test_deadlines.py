@@ -11,7 +11,8 @@ from aioinfer import InvalidRequest, Rejected, SamplingParams, StreamCheckpoint
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.parallel import Dispatcher
-from aioinfer.scheduling.policies.slack import Slack
+from aioinfer.scheduling.forecast import Forecast, Late
+from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.sequence import Sequence
 from tests.engine.conftest import MakeEngine
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, attempt_of, end, prompt, toys, turn, virtual
@@ -57,34 +58,36 @@ async def test_other_deadlines_are_positive_numbers_of_seconds(
 
 
 @virtual
-async def test_a_deadline_ends_nothing_and_without_the_policy_refuses_nothing() -> None:
+async def test_a_deadline_ends_nothing_and_is_accepted_where_nothing_is_known() -> None:
     async with slack_engine() as engine:
         late = await engine.generate(prompt(0), SECOND, deadline=0.01)
-        assert len(late.token_ids) == 100, "accepted, since nothing was known"
-    async with slack_engine(policy="fcfs") as engine:
-        await learned(engine)
-        assert len((await engine.generate(prompt(0), SECOND, deadline=0.01)).token_ids) == 100
+        assert len(late.token_ids) == 100
 
 
 # -- refusals ----------------------------------------------------------------------------------------
 
 
-@virtual
-async def test_what_would_be_late_is_refused_and_accepted_when_it_said_so() -> None:
+@pytest.mark.parametrize("policy", ["slack", "fcfs", "lpm", "priority"])
+def test_what_would_be_late_is_refused_and_accepted_when_it_said_so(policy: str) -> None:
+    virtual(refused_and_accepted)(policy)
+
+
+async def refused_and_accepted(policy: str) -> None:
     loop = asyncio.get_running_loop()
-    async with slack_engine() as engine:
+    async with slack_engine(policy=policy) as engine:
         await learned(engine)
         running = [engine.generate(prompt(seed), SECOND) for seed in range(4)]
         await asyncio.sleep(0.1)
         with pytest.raises(Rejected, match=r"after its deadline of 1\.2 s") as refused:
             engine.generate(prompt(9), SECOND, deadline=1.2)
         assert (refused.value.code, refused.value.full) == ("deadline", False)
-        assert 0.2 < refused.value.retry_after < 1.2
+        # With slack it goes before those that wait, which have no deadline.
+        assert 0.2 < refused.value.retry_after < (1.2 if policy == "slack" else 1.8)
         await asyncio.sleep(refused.value.retry_after)
         begin = loop.time()
         await engine.generate(prompt(9), SECOND, deadline=1.2)
         assert loop.time() - begin == pytest.approx(1.2, abs=0.15)
-        assert not running[-1].done, "it has no deadline, and waits"
+        assert running[-1].done == (policy != "slack")
         await asyncio.gather(*running)
 
 
@@ -198,25 +201,26 @@ async def test_a_replica_gets_what_is_left_of_a_deadline() -> None:
         await end(running)
 
 
-class Late(Slack):
-    """Refuses all that has a deadline."""
+@pytest.mark.parametrize("limit", ["deadline", "ttft_target"])
+def test_a_dispatcher_ends_what_a_replica_finds_too_late(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    def late(forecast: Forecast, queues: RequestQueues, sequence: Sequence, now: float) -> Late:
+        return Late(limit, 12.4, 7.4)
 
-    def late(self, sequence: Sequence, now: float) -> float:
-        return 0.0 if sequence.deadline is None else 7.4
+    @virtual
+    async def course() -> None:
+        async with Dispatcher([Toy(max_running_requests=2)]) as dispatcher:
+            running = [dispatcher.generate(prompt(number), ENDLESS) for number in range(2)]
+            await turn()
+            options: dict[str, Any] = {limit: 5.0}
+            refused = dispatcher.generate(prompt(2), PARAMS, **options)
+            running[0].close()
+            with pytest.raises(Rejected) as found:
+                await refused
+            assert found.value.code == limit
+            await end(running)
 
-
-@virtual
-async def test_a_dispatcher_ends_what_a_replica_finds_too_late() -> None:
-    config = {"max_running_requests": 2, "policy": Late}
-    async with Dispatcher([Toy(**config)]) as dispatcher:
-        running = [dispatcher.generate(prompt(number), ENDLESS) for number in range(2)]
-        await turn()
-        late = dispatcher.generate(prompt(2), PARAMS, deadline=5.0)
-        running[0].close()
-        with pytest.raises(Rejected) as refused:
-            await late
-        assert refused.value.code == "deadline"
-        await end(running)
+    monkeypatch.setattr(Forecast, "late", late)
+    course()
 
 
 def test_a_config_knows_the_policy() -> None:

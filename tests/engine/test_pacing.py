@@ -181,7 +181,7 @@ async def gap_beside(prompts: list[list[int]], target: float, window: int) -> tu
     def step_time(step: Step) -> float:
         return 0.01 + 0.002 * step.num_tokens
 
-    engine, _ = engine_of(step_time, overlap_steps=window, step_time_target=target)
+    engine, _ = engine_of(step_time, overlap_steps=window, itl_target=target)
     async with engine:
         long = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
         await anext(long)

@@ -90,7 +90,7 @@ async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
         {"prefix_cache": False, "admission": "fifo"},
         {"policy": "lpm", "share_prefix_tokens": 16, "page_size": 4},
         {"policy": "dfs-weight", "chunk_size": 7, "mixed": False},
-        {"step_time_target": 1e-4},
+        {"itl_target": 1e-4},
         {"policy": "random", "step_priority": "prefill", "max_decode_rows": 3, "max_prefill_tokens": 20},
     ],
     ids=str,

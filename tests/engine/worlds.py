@@ -174,7 +174,7 @@ def make_world(
         max_prefill_tokens=rng.choice([None, None, 4, 16]),
         mixed=mixed,
         policy=policy,
-        step_time_target=random.Random(seed + 7).choice([0.0, 0.001, 0.02, 0.2]),
+        itl_target=random.Random(seed + 7).choice([0.0, 0.001, 0.02, 0.2]),
         prefix_cache=prefix_cache,
         share_prefix_tokens=rng.choice([0, 4, 8]),
         # Processors that are late come back to the steps at once, or never.

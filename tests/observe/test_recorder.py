@@ -134,6 +134,7 @@ async def test_a_request_is_counted_once_in_everything_that_it_reached() -> None
         (ConstraintFailed(["grammar"], "ends"), "constraint"),
         (Rejected("full"), "queue_full"),
         (Rejected("late", 3.0, "deadline"), "deadline"),
+        (Rejected("late", 3.0, "ttft_target"), "ttft_target"),
         (StepFailed("raised"), "step_failed"),
         (OutOfMemory("twice"), "out_of_memory"),
         (EngineFailed("lost"), "engine_failed"),
@@ -385,7 +386,7 @@ def test_counts_are_conserved_through_random_lifetimes_and_faults(monkeypatch: p
         assert not opened.open, where
         assert sum(snapshot.finished.values()) == opened.ends, where
         assert snapshot.finished["abort"] == sum(snapshot.aborts.values()), where
-        later = snapshot.aborts["queue_full"] + snapshot.aborts["deadline"]
+        later = sum(snapshot.aborts[cause] for cause in ("queue_full", "deadline", "ttft_target"))
         assert snapshot.rejections == opened.rejections + later, where
         # Turns that are the past of a session are no lifetimes.
         assert later >= world.counts["rejected later"], where

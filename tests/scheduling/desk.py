@@ -17,6 +17,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome, Row, Step
+from aioinfer.scheduling.step_time import StepTime
 from tests.sequences import new_sequence
 
 #: the id that ends every request of a desk
@@ -37,6 +38,7 @@ class Desk:
         snapshots: int | None = None,
         snapshot_tokens: int = 1,
         features: FeatureCache | None = None,
+        times: StepTime | None = None,
         **limits: Any,
     ) -> None:
         options: dict[str, Any] = {
@@ -56,17 +58,19 @@ class Desk:
             snapshot_tokens=snapshot_tokens,
         )
         self.memory.features = features
-        self.scheduler = Scheduler(self.memory, EngineConfig(policy=policy, **{**options, **limits}))
+        config = EngineConfig(policy=policy, **{**options, **limits})
+        self.scheduler = Scheduler(self.memory, config, times=times)
         self.flights: list[Step] = []
         self._key = 0
 
-    def submit(
+    def new(
         self,
         prompt: int | abc.Sequence[int],
         max_tokens: int = 4,
         images: PromptImages | None = None,
         **options: Any,
     ) -> Sequence:
+        """A request that is not queued."""
         self._key += 1
         ids = [1000 * self._key + at for at in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(max_tokens=max_tokens)
@@ -79,6 +83,11 @@ class Desk:
             **options,
         )
         request.output.images = images
+        return request
+
+    def submit(self, *arguments: Any, **options: Any) -> Sequence:
+        """As :meth:`new`, and queue it."""
+        request = self.new(*arguments, **options)
         self.scheduler.submit(request)
         return request
 

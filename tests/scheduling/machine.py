@@ -70,7 +70,7 @@ def configs() -> st.SearchStrategy[dict[str, Any]]:
             "more_tokens": st.sampled_from([0, 1, 4, 30]),
             "chunk_size": st.sampled_from([1, 2, 3, 5, 64]),
             "max_prefill_tokens": st.sampled_from([None, None, 2, 5]),
-            "step_time_target": st.sampled_from([0.0, 0.0, 0.01]),
+            "itl_target": st.sampled_from([0.0, 0.0, 0.01]),
             "max_decode_rows": st.sampled_from([None, None, 1, 2]),
             "mixed": st.booleans(),
             "step_priority": st.sampled_from(["decode", "prefill"]),

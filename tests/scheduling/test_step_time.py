@@ -1,4 +1,4 @@
-"""Prefill beside running streams takes no longer than ``step_time_target``, by what steps took before."""
+"""Prefill beside running streams takes no longer than ``itl_target``, by what steps took before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cost(step: Step, *, base: float = 0.02, token: float = 0.0017, pair: float =
 
 
 def desk_of(**limits: Any) -> Desk:
-    options: dict[str, Any] = {"max_step_tokens": 2048, "chunk_size": 512, "step_time_target": TARGET}
+    options: dict[str, Any] = {"max_step_tokens": 2048, "chunk_size": 512, "itl_target": TARGET}
     options |= {"pages": 2000, "page_size": 16, "running": 40, "prefix_cache": False, "admission": "pack"}
     return Desk(**{**options, **limits})
 
@@ -78,7 +78,7 @@ def test_streams_wait_no_longer_than_the_target_and_prompts_use_it(
 def test_without_streams_prefill_is_as_large_as_without_a_target() -> None:
     steps = []
     for target in (TARGET, 0.0):
-        desk = desk_of(step_time_target=target)
+        desk = desk_of(itl_target=target)
         for length in (900, 900, 900, 5000):
             desk.submit(length, 1)
         steps.append([prefill(step_of(desk)[0]) for _ in range(3)])

@@ -138,6 +138,8 @@ _VALUES: Mapping[str, _Make] = {
     "waiting_timeout": _one_of(60, 0),
     "running_timeout": _one_of(60, 0),
     "deadline": _one_of(60, 0),
+    "ttft_target": _one_of(60, 0),
+    "itl_target": _one_of(1, 0),
     "role": _one_of("user", "user", "assistant", "system", "cat"),
     "arguments": _one_of("{}", "{", '{"a": 1}'),
 }

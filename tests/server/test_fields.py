@@ -163,6 +163,8 @@ CHANGES: dict[str, Any] = {
     "waiting_timeout": 1,
     "running_timeout": 1,
     "deadline": 1,
+    "ttft_target": 1,
+    "itl_target": 1,
     "max_lag": 1,
     "include_stop_str_in_output": True,
     "n": 2,

@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from aioinfer.scheduling.policies.slack import Slack
+from aioinfer.scheduling.forecast import Forecast, Late
+from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from tests.server.calls import http
@@ -141,23 +142,21 @@ async def test_no_value_of_any_field_is_a_fault(serving: Serving) -> None:
                     assert len(reply.text) < 2000, field
 
 
-class Late(Slack):
-    """Refuses all that has a deadline."""
-
-    def late(self, sequence: Sequence, now: float) -> float:
-        deadline = sequence.request.deadline
-        return 0.0 if deadline is None else 7.2 if deadline == 3 else float("inf")
-
-
+@pytest.mark.parametrize("limit", ["deadline", "ttft_target"])
 @pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}], ids=str)
-async def test_what_would_miss_its_deadline_is_429_with_retry_after(
-    serving: Serving, more: dict[str, Any]
+async def test_what_would_be_late_is_429_with_retry_after(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], limit: str
 ) -> None:
-    async with serving(policy=Late) as served:
+    def late(forecast: Forecast, queues: RequestQueues, sequence: Sequence, now: float) -> Late:
+        return Late(limit, 10.2, 7.2 if getattr(sequence.request, limit) == 3 else float("inf"))
+
+    monkeypatch.setattr(Forecast, "late", late)
+    async with serving() as served:
         asked = {"prompt": "a", "max_tokens": 3, **more}
-        reply = await served.post(COMPLETIONS, {**asked, "deadline": 3})
+        reply = await served.post(COMPLETIONS, {**asked, limit: 3})
         assert (reply.status, reply.headers["Retry-After"]) == (429, "8"), "not before it would be in time"
-        reply = await served.post(COMPLETIONS, {**asked, "deadline": 4})
+        assert "in 10.2 s, 7.2 s after its" in reply.error["message"]
+        reply = await served.post(COMPLETIONS, {**asked, limit: 4})
         assert (reply.status, reply.headers["Retry-After"]) == (429, "86400")
-        assert reply.error["code"] == "deadline"
+        assert reply.error["code"] == limit
         assert (await served.post(COMPLETIONS, asked)).status == 200

@@ -171,7 +171,7 @@ _COUNTERS = (
     Value(
         "aioinfer_rejections",
         "counter",
-        "Requests that were refused: the queue was full, or a deadline too near.",
+        "Requests that were refused: the queue was full, or they would have been late.",
         lambda snapshot: snapshot.rejections,
     ),
     _counter("retractions", "Requests that lost their pages and queued again."),
@@ -179,7 +179,7 @@ _COUNTERS = (
     _counter("out_of_memory_retries", "Restarts of requests whose step ran out of memory."),
     _counter("parkings", "Parkings of requests whose reader or text lagged."),
     _counter("prefill_tokens", "Prompt tokens computed.", unit="tokens"),
-    _counter("cut_steps", "Steps whose prefill was cut for step_time_target."),
+    _counter("cut_steps", "Steps whose prefill was cut for itl_target."),
     _counter("cut_seconds", "Time of these for rows that generate: prompts waited.", unit="seconds"),
     _counter("decode_tokens", "Tokens computed one by one or block by block.", unit="tokens"),
     _counter("output_tokens", "Tokens appended to outputs.", unit="tokens"),

@@ -52,8 +52,10 @@ _CAUSES: dict[type[BaseException], str] = {
     EngineClosed: "engine_closed",
 }
 _CLOSED, _OTHER = "closed", "other"
+#: codes of requests that would have been late
+_LATE = ("ttft_target", "deadline")
 #: every value of the label ``cause``
-CAUSES = (*_CAUSES.values(), "deadline", "waiting_timeout", "running_timeout", _OTHER)
+CAUSES = (*_CAUSES.values(), *_LATE, "waiting_timeout", "running_timeout", _OTHER)
 
 #: times of tokens whose gaps are counted in one turn of the loop, in some 0.1 ms
 _TIMES_PER_TURN = 2048
@@ -66,7 +68,7 @@ def cause_of(error: BaseException | None) -> str:
     if isinstance(error, TimedOut):
         return "running_timeout" if error.phase == "running" else "waiting_timeout"
     if isinstance(error, Rejected):
-        return _CAUSES[Rejected] if error.full else "deadline"
+        return error.code if error.code in _LATE else _CAUSES[Rejected]
     return next((cause for kind, cause in _CAUSES.items() if isinstance(error, kind)), _OTHER)
 
 

@@ -405,6 +405,8 @@ class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REF
     waiting_timeout: Seconds | None = field("seconds until the first step; at most the server's own")
     running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")
     deadline: Seconds | None = field("seconds in which it should end; see scheduling")
+    ttft_target: Seconds | None = field("seconds in which its first token should come; see scheduling")
+    itl_target: Seconds | None = field("seconds of steps that prompts share with it; see scheduling")
     max_lag: Annotated[int, Field(ge=1)] | None = field(
         "unread tokens beyond which nothing more is computed; at most the server's own"
     )
