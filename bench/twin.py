@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -179,8 +180,8 @@ def replay(config: EngineConfig, costs: Costs, load: Sequence[Session], report: 
     # Requests end in another order than they come in: their lengths say which is which.
     sessions = [dataclasses.replace(each, at=float(at)) for each, at in zip(load, arrived, strict=True)]
     twin = Replay(Setup(costs=costs, config=config, exact=True), steps, zero)
-    loop = VirtualLoop(0)
-    loop.run_until_complete(twin.play(sessions))
+    with contextlib.closing(VirtualLoop(0)) as loop:
+        loop.run_until_complete(twin.play(sessions))
     keys = [key for each in steps for key in (*each.generating, *(key for key, _ in each.prefilling))]
     real = [relative((each.generating, each.prefilling), min(keys) - 1) for each in steps]
     same = sum(mine == theirs for mine, theirs in zip(twin.found, real, strict=False))

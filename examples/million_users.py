@@ -61,7 +61,7 @@ def main() -> None:
     print("1. One replica: the load that it carries")
     rows = [(f"{rate} requests/s", run(setup, rate, seconds)) for rate in (10, 15, 20, 25, 30)]
     print(table(rows))
-    carried = [rate for rate, (_, each) in zip((10, 15, 20, 25, 30), rows, strict=True) if each.met > 0.99]
+    carried = [rate for rate, (_, each) in zip((10, 15, 20, 25, 30), rows, strict=True) if (each.met or 0.0) > 0.99]
     if not carried:
         print("None of these loads is carried: a smaller model, or another machine.")
         return

@@ -224,6 +224,8 @@ class ColumnLauncher(TwinLauncher):
         driver._last_progress = scheduler.times.now = times[-1]
         queues.counters.steps += planned
         queues.counters.decode_tokens += planned * rows
+        for number in range(queues.last_step + max(1, planned - 3), queues.last_step + planned + 1):
+            scheduler.forecast.planned(dataclasses.replace(step, id=number), 0)  # which keeps the newest
         queues.last_step = batch.last_step = queues.last_step + planned
         core._newest_step = scheduler._newest_rows = queues.last_step
 

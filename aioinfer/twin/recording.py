@@ -71,11 +71,17 @@ class Recording(Observer):
             read = events.get("resolve") or events.get("verify")
             if computed is None or read is None or not events.keys() >= {"plan", "pack", "deliver"}:
                 continue
-            spans = [events["plan"][0], events["pack"][1]]
-            spans += [min(begin for begin, _ in computed.values()), max(end for _, end in computed.values())]
-            self._found.append(
-                RecordedStep(number, *self._steps.pop(number), *spans, read[0], events["deliver"][1])
+            found = RecordedStep(
+                number,
+                *self._steps.pop(number),
+                planned=events["plan"][0],
+                launched=events["pack"][1],
+                begun=min(begin for begin, _ in computed.values()),
+                ended=max(end for _, end in computed.values()),
+                read=read[0],
+                delivered=events["deliver"][1],
             )
+            self._found.append(found)
         if len(self._steps) > 2 * _BATCH:
             self._steps.clear()  # their events are gone
 
