@@ -22,12 +22,8 @@ CONFIG = EngineConfig(model="tiny-chat", speculation="off", threads=1)
 
 @rest(LONG)
 def test_recorded_times_bring_the_recorded_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    """A1 and A2 of the twin: order of admission and composition of steps."""
-    load = [
-        single(each.at, each.turns[0].pieces, each.turns[0].output_tokens) for each in requests(40, 20, 20, 5)
-    ]
     report = Report()
-    twin.replay(CONFIG, COSTS, load, report)
+    twin.replay(CONFIG, COSTS, [*requests(40, 20, 20, 5)], report)
     (row,) = report.rows
     assert row["holds"] == "True", row
     assert row["real"] == row["twin"] > 40
