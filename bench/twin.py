@@ -157,12 +157,15 @@ def figures(outcome: Outcome) -> dict[str, float]:
     }
 
 
-async def play(config: EngineConfig, load: Sequence[Session]) -> tuple[Outcome, list[RecordedStep], float]:
-    """A load on the engine: what came of it, its steps, and when it began."""
+async def play(
+    config: EngineConfig, load: Sequence[Session], *, warm: bool = True
+) -> tuple[Outcome, list[RecordedStep], float]:
+    """A load on the engine: what came of it, its steps, and when it began. ``warm``: not its first one."""
     async with Engine(config) as engine:
-        warm = [single(0.0, ((1 << 20, 50),), 20), single(0.0, ((1 << 21, 300),), 20)]
-        await Player(engine).play(warm)
-        engine.flush_cache()
+        if warm:
+            first = [single(0.0, ((1 << 20, 50),), 20), single(0.0, ((1 << 21, 300),), 20)]
+            await Player(engine).play(first)
+            engine.flush_cache()
         recording = Recording(engine)
         player = Player(engine)
         outcome = await player.play(load)
@@ -174,7 +177,8 @@ async def play(config: EngineConfig, load: Sequence[Session]) -> tuple[Outcome, 
 
 def replay(config: EngineConfig, costs: Costs, load: Sequence[Session], report: Report) -> None:
     """The scheduler with recorded times: steps whose composition is another one."""
-    outcome, steps, zero = asyncio.run(play(config, load))
+    # From its first step on: what chunks may have follows from all that it has seen.
+    outcome, steps, zero = asyncio.run(play(config, load, warm=False))
     order = np.argsort(np.asarray(outcome.arrived), kind="stable")
     arrived = np.asarray(outcome.arrived)[order]
     # Requests end in another order than they come in: their lengths say which is which.
@@ -211,6 +215,15 @@ class Replay(Twin):
     def launcher(self, device: TwinDevice, number: int) -> TwinLauncher:
         return ReplayLauncher(self, device)
 
+    def engine(self) -> Any:
+        made = super().engine()
+        made.costs = None  # it learns them, as the other one did
+        return made
+
+    def at(self, moment: float) -> float:
+        """A recorded moment on the clock of the loop."""
+        return moment - self.zero + self._zero
+
 
 class ReplayPace(Pace):
     """Plans a step when it was planned."""
@@ -225,7 +238,21 @@ class ReplayPace(Pace):
         twin, number = self._twin, len(self._twin.found)
         if number >= len(twin.steps):
             return 0.0
-        return max(0.0, twin.steps[number].planned - twin.zero + twin._zero - now)
+        return max(0.0, twin.at(twin.steps[number].planned) - now)
+
+
+class ReplayHandle(StepHandle):
+    """Launched when it was."""
+
+    __slots__ = ("real",)
+
+    @property
+    def launched_at(self) -> float:
+        return self.real
+
+    @launched_at.setter
+    def launched_at(self, now: float) -> None:
+        self.real = getattr(self, "real", now)
 
 
 class ReplayLauncher(TwinLauncher):
@@ -236,12 +263,12 @@ class ReplayLauncher(TwinLauncher):
         self._twin = twin
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
-        twin, handle = self._twin, StepHandle(step, landed)
+        twin, handle = self._twin, ReplayHandle(step, landed)
         number, now = len(twin.found), self._loop.time()
         twin.found.append(members(step))
         if number < len(twin.steps):
             real = twin.steps[number]
-            end, read = (each - twin.zero + twin._zero for each in (real.ended, real.read))
+            end, read, handle.real = (twin.at(each) for each in (real.ended, real.read, real.launched))
         else:
             end = read = now + self._step.seconds(Sizes.of(step))
         if self.runtime is not None and not number:
