@@ -25,8 +25,7 @@ async def calibrate(options: argparse.Namespace) -> int:
     if not 1 <= options.seconds <= 3600:
         raise ConfigError(f"--seconds must be from 1 to 3600, got {options.seconds:g}")
     if options.check is not None:
-        seconds = min(options.seconds, 30.0)
-        costs = Costs.read(options.check)
+        costs, seconds = Costs.read(options.check), min(options.seconds, 30.0)
         found = await calibration.check(costs, config, seconds=seconds, progress=Progress())
         write(f"measured over expected: {found.ratio:.3f} in all, {found.decode:.3f} of decode steps, "
               f"{found.prefill:.3f} of steps with prefill ({found.steps} steps)")  # fmt: skip
@@ -43,8 +42,7 @@ async def calibrate(options: argparse.Namespace) -> int:
         costs = await calibration.calibrate(config, seconds=options.seconds, progress=Progress())
     costs.write(options.output)
     write(costs.description)
-    if costs.fit is not None:
-        fit = costs.fit
+    if (fit := costs.fit) is not None:
         write(f"R2 {fit.r2:.4f}, error of held-out steps {fit.median_error:.1%} (p90 {fit.p90_error:.1%})")
     write(f"written to {options.output}")
     return 0

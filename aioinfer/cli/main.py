@@ -30,7 +30,6 @@ from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
 from aioinfer.cli.replica import run_replica
 from aioinfer.cli.serving import serve_model
-from aioinfer.cli.simulate import simulate
 from aioinfer.cli.streams import OutputLost, note, open_streams, settle_streams, write
 from aioinfer.cli.terminal import ending_signals, interrupted, loop_factory, own_engine
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
@@ -178,6 +177,12 @@ async def _key(options: argparse.Namespace) -> int:
     return 0
 
 
+async def _simulate(options: argparse.Namespace) -> int:
+    from aioinfer.cli.simulate import simulate  # it loads the engine
+
+    return await simulate(options)
+
+
 async def _trace(options: argparse.Namespace) -> int:
     import http.client
     import urllib.request
@@ -312,41 +317,32 @@ def _add_calibrate(commands: Any) -> None:
     help = "measure what steps take, for simulations and for engines (--costs)"
     parser = _command(commands, "calibrate", "[MODEL]", help, calibrate)
     _add_model(parser)
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="file to write"
-    )
+    parser.add_argument("-o", "--output", type=Path, default=Path("costs.json"), help="file to write")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="time (default: 120)")
-    parser.add_argument(
-        "--check", type=Path, metavar="FILE", help="compare a file with 30 s of steps, and write nothing"
-    )
-    parser.add_argument(
-        "--hardware", metavar="NAME", help="do not measure, but compute costs for a GPU: h100, h200, ..."
-    )
+    help = "compare a file with 30 s of steps, and write nothing"
+    parser.add_argument("--check", type=Path, metavar="FILE", help=help)
+    help = "do not measure, but compute costs for a GPU: h100, h200, ..."
+    parser.add_argument("--hardware", metavar="NAME", help=help)
     add_settings(parser, EngineConfig)
 
 
 def _add_simulate(commands: Any) -> None:
     help = "predict what engines would do with a load, in virtual time, without model or device"
-    parser = _command(commands, "simulate", "--costs FILE", help, simulate)
-    parser.add_argument(
-        "--costs",
-        metavar="FILE",
-        default=argparse.SUPPRESS,
-        help="what steps take, as aioinfer calibrate writes it; needed here or in --config",
-    )
+    parser = _command(commands, "simulate", "--costs FILE", help, _simulate)
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--trace", type=Path, metavar="FILE", help="load: a recorded trace")
-    load.add_argument(
-        "--workload",
-        metavar="NAME",
-        default="chat",
-        help="load: a synthetic one, chat, agentic, batch or reasoning (default: chat)",
-    )
     for name, metavar, default, what in (
+        ("costs", "FILE", argparse.SUPPRESS, "of aioinfer calibrate; needed here or in --config"),
+        ("trace", "FILE", None, "load: a recorded trace"),
+        ("workload", "NAME", "chat", "load: chat, agentic, batch or reasoning, if no trace (default: chat)"),
         ("rate", "R", "1", "arrivals per time, as a multiple of the load's own (default: 1)"),
         ("requests", "N", None, "requests after which the load ends"),
         ("duration", "TIME", None, "time after which it ends, such as 10min"),
-        ("replicas", "N", argparse.SUPPRESS, "engines behind a dispatcher (default: one for each role, or 1)"),
+        (
+            "replicas",
+            "N",
+            argparse.SUPPRESS,
+            "engines behind a dispatcher (default: one for each role, or 1)",
+        ),
         ("routing", "NAME", "prefix", "policy of the dispatcher (default: prefix)"),
         ("roles", "NAMES", None, "of each replica: prefill, decode or both, separated by commas"),
         ("kill", "REPLICA@TIME", [], "lose a replica, such as 2@120s; the first is 0; several: again"),
@@ -358,7 +354,8 @@ def _add_simulate(commands: Any) -> None:
         ("seed", "N", argparse.SUPPRESS, "seed of the load and of the engines (default: 0)"),
     ):
         action = "append" if default == [] else "store"
-        parser.add_argument(f"--{name}", metavar=metavar, default=default, action=action, help=what)
+        group = load if name in ("trace", "workload") else parser
+        group.add_argument(f"--{name}", metavar=metavar, default=default, action=action, help=what)
     parser.add_argument("--exact", action="store_true", help="simulate every step by itself, which is slower")
     parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write the run as a Chrome trace")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw the run into this directory")

@@ -10,51 +10,48 @@ import argparse
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.streams import note, write
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import EngineConfig
-from aioinfer.config.values import shown
-from aioinfer.errors import ConfigError
-from aioinfer.twin.arguments import duration, events, parse
-
-if TYPE_CHECKING:
-    from aioinfer.twin.load import Load
-    from aioinfer.twin.outcome import Outcome
-    from aioinfer.twin.sweep import Variant
-    from aioinfer.twin.virtual_trace import VirtualTrace
+from aioinfer.errors import ConfigError, shown
+from aioinfer.parallel.roles import checked_roles
+from aioinfer.scheduling.costs import Costs
+from aioinfer.twin import drawings, report, running, sweep
+from aioinfer.twin.load import Load
+from aioinfer.twin.outcome import Outcome
+from aioinfer.twin.synthesis import WORKLOADS, synthesize
+from aioinfer.twin.traces import read_trace, scaled
+from aioinfer.twin.virtual_trace import VirtualTrace
 
 __all__ = ["simulate"]
 
 
 async def simulate(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from aioinfer.twin import drawings, report
-    from aioinfer.twin.virtual_trace import VirtualTrace
-
     slo = None if options.slo is None else report.Slo.parse(options.slo)
-    price = None if options.price is None else float(parse("price", options.price))
+    price, total = sweep.parse("price", options.price), sweep.parse("requests", options.requests)
     variants = _variants(options)
-    runs = [(variant, _load(options, variant)) for variant in variants]
+    loads = [_load(options, variant, total) for variant in variants]
     if options.plots is not None:
         drawings.check()
     trace = None if options.perfetto is None else VirtualTrace()
     if trace is not None and len(variants) > 1:
         raise ConfigError("--perfetto writes a single run: give it without --what-if")
-    ended = threading.Event()
+    ended, outcomes = threading.Event(), []
     try:
-        outcomes = await asyncio.to_thread(_run, runs, int(options.requests or 0), trace, ended)
+        for variant, load in zip(variants, loads, strict=True):
+            outcome = await asyncio.to_thread(_run, variant, load, total or 0, trace, ended)
+            outcomes.append((variant.label, outcome))
     finally:
         ended.set()
-    rows = [(label, report.figures(outcome, slo, price=price)) for label, outcome in outcomes]
     setups = [variant.setup for variant in variants]
+    rows = [(label, report.figures(outcome, slo, price=price)) for label, outcome in outcomes]
     facts = {
-        "load": str(options.trace or options.workload),
+        "load": options.trace or options.workload,
         "costs": "; ".join(dict.fromkeys(each.costs.description for each in setups)),
         "seed": ", ".join(dict.fromkeys(str(each.seed) for each in setups)),
     }
@@ -77,54 +74,23 @@ async def simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-class _Ended(Exception):
-    """The command was cancelled, and its thread ends."""
-
-
-def _run(
-    runs: Sequence[tuple[Variant, Load]], total: int, trace: VirtualTrace | None, ended: threading.Event
-) -> list[tuple[str, Outcome]]:
-    """Simulate one after the other, until ``ended`` is set. ``total``: requests of each, 0 if unknown."""
-    from aioinfer.twin.running import simulate
-
-    bar, outcomes = Progress(), []
-    for (label, setup, _), load in runs:
-        stage, started = label or "simulation", time.perf_counter()
-
-        def progress(seconds: float, requests: int, stage: str = stage) -> None:
-            if ended.is_set():
-                raise _Ended
-            bar(f"{stage}, requests", requests, total)
-
-        outcome = simulate(load, setup, progress=progress, trace=trace)
-        bar("", 1, 1)  # takes the bar away
-        note(f"{stage}: {outcome.seconds:.0f} s in {time.perf_counter() - started:.1f} s")
-        outcomes.append((label, outcome))
-    return outcomes
-
-
-def _variants(options: argparse.Namespace) -> list[Variant]:
+def _variants(options: argparse.Namespace) -> list[sweep.Variant]:
     """The runs of the command, checked as far as this is possible before the first one."""
-    from aioinfer.parallel.roles import checked_roles
-    from aioinfer.scheduling.costs import Costs
-    from aioinfer.twin.running import Setup
-    from aioinfer.twin.sweep import variants
-
     config = read_settings(EngineConfig, options)
     if config.costs is None:
         raise ConfigError("a simulation needs --costs FILE, which aioinfer calibrate writes")
     roles = tuple(options.roles.split(",")) if options.roles else ()
-    setup = Setup(
+    setup = running.Setup(
         costs=Costs.read(Path(config.costs)),
         config=config,
-        replicas=int(parse("replicas", vars(options).get("replicas") or str(len(roles) or 1))),
-        routing=str(parse("routing", options.routing)),
+        replicas=sweep.parse("replicas", vars(options).get("replicas") or str(len(roles) or 1)),
+        routing=sweep.parse("routing", options.routing),
         roles=roles,
-        events=events(options.kill, options.drain, options.join),
+        events=sweep.events(options.kill, options.drain, options.join),
         exact=options.exact,
         seed=config.seed or 0,
     )
-    found = variants(setup, float(parse("rate", options.rate)), options.what_if)
+    found = sweep.variants(setup, sweep.parse("rate", options.rate), options.what_if)
     for variant in found:
         replicas = variant.setup.replicas
         checked_roles(roles, replicas)
@@ -135,13 +101,9 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     return found
 
 
-def _load(options: argparse.Namespace, variant: Variant) -> Load:
+def _load(options: argparse.Namespace, variant: sweep.Variant, most: int | None) -> Load:
     """The load of a variant, which is made while it is simulated."""
-    from aioinfer.twin.synthesis import WORKLOADS, synthesize
-    from aioinfer.twin.traces import read_trace, scaled
-
-    most = None if options.requests is None else int(parse("requests", options.requests))
-    until = None if options.duration is None else duration(options.duration, "--duration")
+    until = None if options.duration is None else sweep.duration(options.duration, "--duration")
     if options.trace is not None:
         return scaled(read_trace(options.trace), variant.rate, most, until)
     if options.workload not in WORKLOADS:
@@ -150,3 +112,24 @@ def _load(options: argparse.Namespace, variant: Variant) -> Load:
     if most is not None or until is not None:
         spec = replace(spec, requests=most, seconds=until)
     return synthesize(replace(spec, rate=spec.rate * variant.rate), variant.setup.seed)
+
+
+class _Ended(Exception):
+    """The command was cancelled, and its thread ends."""
+
+
+def _run(
+    variant: sweep.Variant, load: Load, total: int, trace: VirtualTrace | None, ended: threading.Event
+) -> Outcome:
+    """Simulate, until ``ended`` is set. ``total``: requests, 0 if unknown."""
+    stage, started, bar = variant.label or "simulation", time.perf_counter(), Progress()
+
+    def progress(seconds: float, requests: int) -> None:
+        if ended.is_set():
+            raise _Ended
+        bar(f"{stage}, requests", requests, total)
+
+    outcome = running.simulate(load, variant.setup, progress=progress, trace=trace)
+    bar("", 1, 1)  # takes the bar away
+    note(f"{stage}: {outcome.seconds:.0f} s in {time.perf_counter() - started:.1f} s")
+    return outcome

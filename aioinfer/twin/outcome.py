@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import log
 
 import numpy as np
@@ -15,39 +15,21 @@ __all__ = ["Durations", "Outcome"]
 #: relative width of a class of durations, and the shortest one, in seconds
 _WIDTH = 1.002
 _LEAST = 1e-6
-_LOG = log(_WIDTH)
 
 
-class Durations:
+class Durations(Counter[int]):
     """Counts of durations in classes that are 0.2 % wide, however many there are."""
 
-    __slots__ = ("_counts", "total")
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        #: seconds, of all together
-        self.total = 0.0
-
-    def __len__(self) -> int:
-        return self._counts.total()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Durations) and self._counts == other._counts
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def add(self, seconds: npt.NDArray[np.float64], count: int = 1) -> None:
-        """Note these durations, each ``count`` times."""
-        classes = (np.log(np.maximum(seconds, _LEAST) / _LEAST) / _LOG).astype(np.int64)
-        for found, times in zip(*np.unique(classes, return_counts=True), strict=True):
-            self._counts[int(found)] += count * int(times)
-        self.total += count * float(seconds.sum())
+    def add(self, seconds: npt.NDArray[np.float64]) -> None:
+        """Note these durations."""
+        classes = (np.log(np.maximum(seconds, _LEAST) / _LEAST) / log(_WIDTH)).astype(np.int64)
+        self.update(classes.tolist())
 
     def quantile(self, share: float) -> float:
         """Seconds that this share of the durations does not exceed; 0 without any."""
-        left = share * len(self)
-        for found in sorted(self._counts):
-            left -= self._counts[found]
+        left = share * self.total()
+        for found in sorted(self):
+            left -= self[found]
             if left <= 0:
                 return float(_LEAST * _WIDTH ** (found + 0.5))
         return 0.0
@@ -77,9 +59,8 @@ class Outcome:
     seconds: float = 0.0
     steps: int = 0
     retractions: int = 0
-    #: seconds that devices computed, of all replicas together
+    #: seconds that devices computed, and that replicas served, which is what they cost: of all together
     busy: float = 0.0
-    #: seconds that a replica served, of all together: what they cost
     served: float = 0.0
     #: over time: (seconds, waiting, running, share of pages in use), of all replicas together
     samples: list[tuple[float, int, int, float]] = field(default_factory=list)
@@ -87,21 +68,7 @@ class Outcome:
     def __len__(self) -> int:
         return len(self.arrived)
 
-    def add(
-        self,
-        arrived: float,
-        admitted: float,
-        first: float,
-        ended: float,
-        prompt_tokens: int,
-        cached_tokens: int,
-        output_tokens: int,
-        refused: float,
-    ) -> None:
-        """Note a request that has ended."""
-        times = (self.arrived, arrived), (self.admitted, admitted), (self.first, first), (self.ended, ended)
-        for column, value in (*times, (self.refused, refused)):
-            column.append(value)
-        self.prompt_tokens.append(prompt_tokens)
-        self.cached_tokens.append(cached_tokens)
-        self.output_tokens.append(output_tokens)
+    def add(self, *row: float) -> None:
+        """Note a request that has ended, by its entries from ``arrived`` to ``refused``."""
+        for each, value in zip(fields(self), row, strict=False):
+            getattr(self, each.name).append(value)

@@ -6,8 +6,7 @@ keys and values. What is reached of both peaks is assumed, so answers are marked
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from aioinfer._version import __version__
 from aioinfer.errors import ConfigError, shown
@@ -22,8 +21,7 @@ _MEMORY = 0.85
 _PAGE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(NamedTuple):
     """Peaks of one device: bytes of memory, bytes per second, dense operations per second in bfloat16."""
 
     memory: float

@@ -1,31 +1,35 @@
-"""Sweep: variants of a simulation, from texts such as ``replicas=2..8`` and ``rate=0.5,1,2``."""
+"""Sweep: variants of a simulation, from texts such as ``replicas=2..8`` and ``rate=0.5,1,2``, and the other
+values that it has from text."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from aioinfer.config import EngineConfig, parse_setting
-from aioinfer.config.values import shown
-from aioinfer.errors import ConfigError
+from aioinfer.config import EngineConfig, ServerConfig, parse_setting, value_names
+from aioinfer.errors import ConfigError, shown
 from aioinfer.scheduling.costs import Costs
-from aioinfer.twin.arguments import parse
 
 if TYPE_CHECKING:
-    from aioinfer.twin.running import Setup
+    from aioinfer.twin.running import Event, Setup
 
-__all__ = ["OWN", "Variant", "variants"]
+__all__ = ["Variant", "duration", "events", "parse", "variants"]
 
 #: variants of one sweep
 _MOST = 1000
-_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})(?:\.\.(\d{1,9}))?", re.ASCII)
-#: what can be varied beside the settings of an engine; a seed is one of them, too
-OWN = ("replicas", "routing", "rate")
+_RANGE = re.compile(r"(\d{1,6})\.\.(\d{1,6})(?:\.\.([1-9]\d{0,5}))?", re.ASCII)
+_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)([a-z]+)", re.ASCII)
+_EVENT = re.compile(r"(\d{1,9})@(.*)", re.ASCII)
+_UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+#: numbers above 0, and the largest of each
+_NUMBERS = {"replicas": 10_000, "requests": 10**9, "rate": 10**9, "price": 10**9}
+#: what can be varied beside the settings of an engine
+_OWN = ("replicas", "routing", "rate")
 
 
 class Variant(NamedTuple):
@@ -40,42 +44,32 @@ class Variant(NamedTuple):
 def variants(setup: Setup, rate: float, what_if: Sequence[str]) -> list[Variant]:
     """The product of all ``what_if``: ``NAME=VALUE,VALUE``, where a value can be a range, ``2..8`` or
     ``2..8..2``. Names are replicas, routing, rate and settings of an engine. Raises ConfigError."""
-    names = (*OWN, *(field.name for field in fields(EngineConfig)))
     axes: dict[str, list[str]] = {}
     for text in what_if:
         given, _, values = text.partition("=")
         name = given.strip().replace("-", "_")
-        if name not in names:
-            known = f"{', '.join(OWN)} and settings of an engine"
+        if name not in (*_OWN, *(field.name for field in fields(EngineConfig))):
+            known = f"{', '.join(_OWN)} and settings of an engine"
             raise ConfigError(f"what-if varies {known} as NAME=VALUE,VALUE; got {shown(text)}")
         if name in axes:
             raise ConfigError(f"what-if varies {name} twice")
-        axes[name] = list(_values(name, values))
-    count = prod(map(len, axes.values()))
-    if count > _MOST:
+        axes[name] = []
+        for part in map(str.strip, values.split(",")):
+            found = _RANGE.fullmatch(part)
+            numbers = range(int(found[1]), int(found[2]) + 1, int(found[3] or 1)) if found else [part]
+            if not part or not numbers:
+                raise ConfigError(f"what-if {name} has an empty value or range: {shown(values)}")
+            axes[name] += map(str, numbers)
+    if (count := prod(map(len, axes.values()))) > _MOST:
         raise ConfigError(f"what-if has {count} variants: at most {_MOST} are run")
     return [_variant(setup, rate, dict(zip(axes, each, strict=True))) for each in product(*axes.values())]
-
-
-def _values(name: str, text: str) -> Iterator[str]:
-    for part in map(str.strip, text.split(",")):
-        found = _RANGE.fullmatch(part)
-        if found is None:
-            if not part:
-                raise ConfigError(f"what-if {name} has an empty value: {shown(text)}")
-            yield part
-            continue
-        low, high, step = int(found[1]), int(found[2]), int(found[3] or 1)
-        if low > high or step < 1 or (high - low) // step >= _MOST:
-            raise ConfigError(f"what-if {name}: {part} has no values, or more than {_MOST}")
-        yield from map(str, range(low, high + 1, step))
 
 
 def _variant(setup: Setup, rate: float, values: Mapping[str, str]) -> Variant:
     label = " ".join(f"{name}={text}" for name, text in values.items())
     try:
-        own: dict[str, Any] = {name: parse(name, values[name]) for name in values if name in OWN}
-        settings = {n: parse_setting(EngineConfig, n, text) for n, text in values.items() if n not in OWN}
+        own: dict[str, Any] = {name: parse(name, values[name]) for name in _OWN if name in values}
+        settings = {n: parse_setting(EngineConfig, n, text) for n, text in values.items() if n not in _OWN}
         if settings.get("seed") is not None:
             own["seed"] = settings["seed"]
         if settings.get("costs") is not None:
@@ -84,3 +78,45 @@ def _variant(setup: Setup, rate: float, values: Mapping[str, str]) -> Variant:
         return Variant(label, replace(setup, **own, config=replace(setup.config, **settings)), rate)
     except ConfigError as error:
         raise ConfigError(f"what-if {label}: {error}") from None
+
+
+def parse(name: str, text: str | None) -> Any:
+    """The name ``routing``, a whole number such as ``replicas``, or another number above 0, such as ``rate``;
+    None, if it is not given. Raises ConfigError."""
+    if text is None:
+        return None
+    if name == "routing":
+        if text not in (names := value_names(ServerConfig, name)):
+            raise ConfigError(f"routing must be one of {', '.join(names)}; got {shown(text)}")
+        return text
+    whole, most = name in ("replicas", "requests"), _NUMBERS[name]
+    try:
+        value = int(text) if whole else float(text)
+    except ValueError:
+        value = 0
+    if not 0 < value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name} must be {kind} above 0 and at most {most}, got {shown(text)}")
+    return value
+
+
+def duration(text: str, what: str) -> float:
+    """Seconds of ``50ms``, ``1.5s``, ``10min`` or ``2h``. Raises ConfigError that begins with ``what``."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or found[2] not in _UNITS:
+        raise ConfigError(f"{what} must be a number with a unit ({', '.join(_UNITS)}), got {shown(text)}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def events(kill: Sequence[str], drain: Sequence[str], join: Sequence[str]) -> tuple[Event, ...]:
+    """Events by time: from ``2@120s``, replica and time, and those of ``join`` from ``300s``. Raises
+    ConfigError."""
+    from aioinfer.twin.running import Event
+
+    found = [Event(duration(text, "join"), "join") for text in join]
+    given: Any = [*(("kill", text) for text in kill), *(("drain", text) for text in drain)]
+    for kind, text in given:
+        if (parts := _EVENT.fullmatch(text)) is None:
+            raise ConfigError(f"{kind} must be REPLICA@TIME, such as 2@120s; got {shown(text)}")
+        found.append(Event(duration(parts[2], f"the time of {kind}"), kind, int(parts[1])))
+    return tuple(sorted(found, key=lambda event: event.at))

@@ -76,17 +76,13 @@ class Workload:
                 length_distribution(getattr(self, name))
             except ValueError as error:
                 raise ConfigError(f"{name}: {error}") from None
-        for name, good in {
-            "rate": self.rate > 0,
-            "burstiness": 0 <= self.burstiness <= 100,
-            "system_prompts": 1 <= self.system_prompts < 1 << 20,
-            "context_tokens": self.context_tokens >= 1,
-            "requests": self.requests is None or self.requests >= 1,
-            "seconds": self.seconds is None or 0 < self.seconds < math.inf,
-        }.items():
-            if not good:
-                raise ConfigError(f"{name}: {getattr(self, name)} is out of range")
-        if self.requests is None and (self.seconds is None or self.rate == math.inf):
+        for name in ("rate", "system_prompts", "context_tokens", "requests", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: {value} is out of range")
+        if not 0 <= self.burstiness <= 100:
+            raise ConfigError(f"burstiness: {self.burstiness} is out of range")
+        if self.requests is None and (self.seconds is None or math.inf in (self.seconds, self.rate)):
             raise ConfigError("requests: needed unless seconds and a finite rate end the load")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +17,32 @@ class VirtualTrace:
     Times are virtual seconds."""
 
     def __init__(self, most: int = 200_000) -> None:
-        self.kept = 0
-        #: steps and requests that came later
-        self.left_out = 0
+        #: steps and requests that are kept, and those that came later
+        self.kept = self.left_out = 0
         self._most = most
-        self._steps: dict[int, list[tuple[str, int, float, float, int]]] = {}
-        self._requests: list[tuple[str, float, float, int]] = []
+        self._steps: dict[int, list[Any]] = {}
+        self._requests: list[Any] = []
 
     def step(self, replica: int, what: str, step: int, start: float, end: float, tokens: int) -> None:
         """Note that a replica did this in a step of so many tokens."""
-        if self._room():
-            self._steps.setdefault(replica, []).append((what, step, start, end, tokens))
+        self._note(self._steps.setdefault(replica, []), (what, step, start, end, tokens))
 
     def request(self, name: str, start: float, end: float, tokens: int) -> None:
         """Note a request, from its arrival to its end, with its output tokens."""
-        if self._room():
-            self._requests.append((name, start, end, tokens))
+        self._note(self._requests, (name, start, end, tokens))
 
     def write(self, path: str | Path) -> None:
         """Write them as JSON in Chrome's trace event format. Raises OSError."""
-        with open(path, "w", encoding="utf-8") as file:
-            file.write('{"traceEvents": [\n')
-            for number, event in enumerate(chain(self._lanes(), request_spans(self._requests, 0.0))):
-                file.write((",\n" if number else "") + json.dumps(event))
-            file.write(f'\n], "displayTimeUnit": "ms", "otherData": {{"left out": {self.left_out}}}}}\n')
+        events = [*self._lanes(), *request_spans(self._requests, 0.0)]
+        facts = {"displayTimeUnit": "ms", "otherData": {"left out": self.left_out}}
+        Path(path).write_text(json.dumps({"traceEvents": events, **facts}))
 
-    def _room(self) -> bool:
-        kept = self.kept < self._most
-        self.kept += kept
-        self.left_out += not kept
-        return kept
+    def _note(self, events: list[Any], event: tuple[Any, ...]) -> None:
+        if self.kept < self._most:
+            events.append(event)
+            self.kept += 1
+        else:
+            self.left_out += 1
 
     def _lanes(self) -> Iterator[dict[str, Any]]:
         for lane, (replica, steps) in enumerate(sorted(self._steps.items()), 1):

@@ -9,9 +9,8 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.costs import Costs, StepCosts
-from aioinfer.twin.arguments import events
 from aioinfer.twin.running import Event, Setup
-from aioinfer.twin.sweep import variants
+from aioinfer.twin.sweep import events, variants
 
 SETUP = Setup(
     costs=Costs(step=StepCosts(base=0.01, row=0.0, context=0.0, attention=0.0, token=(0.0,))),
@@ -73,11 +72,14 @@ def test_costs_are_read_for_each_variant(tmp_path: Path) -> None:
         (["replica=2"], "what-if varies replicas, routing, rate and settings.*'replica=2'"),
         (["2..8"], "what-if varies.*'2..8'"),
         (["replicas=2", "replicas=3"], "what-if varies replicas twice"),
-        (["replicas="], "what-if replicas has an empty value: ''"),
-        (["replicas=2,,3"], "what-if replicas has an empty value: '2,,3'"),
-        (["replicas=8..2"], "what-if replicas: 8..2 has no values"),
-        (["replicas=2..8..0"], "what-if replicas: 2..8..0 has no values"),
-        (["replicas=1..999999"], "what-if replicas: 1..999999 has no values, or more than 1000"),
+        (["replicas="], "what-if replicas has an empty value or range: ''"),
+        (["replicas=2,,3"], "what-if replicas has an empty value or range: '2,,3'"),
+        (["replicas=8..2"], "what-if replicas has an empty value or range: '8..2'"),
+        (
+            ["replicas=2..8..0"],
+            "what-if replicas=2..8..0: replicas must be a whole number above 0.*'2..8..0'",
+        ),
+        (["replicas=1..999999"], "what-if has 999999 variants: at most 1000 are run"),
         (["replicas=2..x"], "what-if replicas=2..x: replicas must be a whole number above 0.*'2..x'"),
         (["replicas=1,0"], "what-if replicas=0: replicas must be"),
         (["rate=1,nan"], "what-if rate=nan: rate must be a number above 0.*'nan'"),

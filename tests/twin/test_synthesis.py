@@ -181,8 +181,9 @@ def test_chats_have_the_published_moments() -> None:
         ({"system_prompts": 0}, "system_prompts: 0 is"),
         ({"context_tokens": 0}, "context_tokens: 0 is"),
         ({"requests": 0}, "requests: 0 is"),
-        ({"seconds": math.inf}, "seconds: inf is"),
+        ({"seconds": -1.0}, "seconds: -1.0 is"),
         ({"requests": None}, "requests: needed unless"),
+        ({"requests": None, "seconds": math.inf}, "requests: needed unless"),
         ({"requests": None, "seconds": 1, "rate": math.inf}, "requests: needed unless"),
     ],
 )
