@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, report: Report) -> None:
     load_format: Any = "random" if options.random else "auto"
-    config = EngineConfig(model=options.model, load_format=load_format, speculation="off")
+    config = EngineConfig(model=options.model, load_format=load_format, speculation="off", prefix_cache=False)
     if options.costs is None:
         costs = asyncio.run(calibrate(config, seconds=options.calibrate))
     else:
@@ -163,9 +163,8 @@ async def play(
     """A load on the engine: what came of it, its steps, and when it began. ``warm``: not its first one."""
     async with Engine(config) as engine:
         if warm:
-            first = [single(0.0, ((1 << 20, 50),), 20), single(0.0, ((1 << 21, 300),), 20)]
-            await Player(engine).play(first)
-            engine.flush_cache()
+            # Memory that is touched first is slow on some machines: as many pages as the load will have.
+            await Player(engine).play([single(0.0, (((1 << 20) + each, 600),), 60) for each in range(64)])
         recording = Recording(engine)
         player = Player(engine)
         outcome = await player.play(load)
@@ -295,8 +294,7 @@ def replicas(
 async def dispatched(config: EngineConfig, load: Sequence[Session], kill: float | None) -> Outcome:
     config = dataclasses.replace(config, threads=1)
     async with Dispatcher(config=config, processes=2, policy="total_tokens") as dispatcher:
-        await Player(dispatcher).play([single(0.0, (((1 << 20) + each, 50),), 20) for each in range(8)])
-        dispatcher.flush_cache()
+        await Player(dispatcher).play([single(0.0, (((1 << 20) + each, 600),), 60) for each in range(99)])
         loop = asyncio.get_running_loop()
         if kill is not None:
             dispatcher._started().when_lost = None  # it is not started again
