@@ -37,6 +37,8 @@ _SETTINGS = (
 )
 #: share of the memory and of the context that the requests of a round may fill
 _SHARE = 0.7
+#: share of the time that does not count
+_WARM = 0.1
 #: deviation of a self-check from which on costs are wrong
 _WRONG = 0.1
 
@@ -113,11 +115,12 @@ async def _measured(
     engine = Engine(dataclasses.replace(config, **fixed))
     rounds = _Rounds(engine, seed)
     async with engine:
-        await rounds.play(1)  # the first steps load code
-        recording = Recording(engine)
         began = time.perf_counter()
+        while time.perf_counter() < began + _WARM * seconds:
+            await rounds.play(None)  # steps that load code, and touch memory first
+        recording = Recording(engine)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(began + seconds - time.perf_counter()):
                 while True:
                     await rounds.play(None)
                     if progress is not None:
