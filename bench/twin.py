@@ -1,12 +1,13 @@
 """``python -m bench twin``: what the twin predicts, beside what this machine then measures.
 
-Costs of ``--model`` are calibrated (or read from ``--costs``), and the same seeded loads are played twice to
-the engine and once to its twin: ``low``, ``70`` and ``95`` per cent of the capacity that the twin has, a
-``burst``, and ``long`` prompts. ``error`` is the twin's relative error against the mean of both runs, and
-``spread`` their own difference; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times
-of recorded steps to the scheduler and compares compositions. ``ranking`` orders configurations by latency.
-``replicas`` plays a load to two engines in processes of one thread each, one of which is killed half-way; its
-costs should come from two calibrations with ``--threads 1`` at the same time.
+Costs of ``--model`` are calibrated (or read from ``--costs``), and seeded loads are played to the engine and
+to its twin, with calibrations of ``--slice`` seconds in between, as machines drift: ``low``, ``70`` and ``95``
+per cent of the capacity that the twin has, a ``burst``, and ``long`` prompts. ``error`` is the twin's relative
+error against the mean of both runs, and ``spread`` their own difference; a bound holds for the figure or for
+1.5 spreads. ``replay`` plays the times of recorded steps to the scheduler and compares compositions.
+``ranking`` orders configurations by latency. ``replicas`` plays a load to two engines in processes of one
+thread each, one of which is killed half-way; its costs should come from two calibrations with ``--threads 1``
+at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.scheduling.step import Step
 from aioinfer.testing.virtual_time import VirtualLoop
-from aioinfer.twin.calibration import calibrate
+from aioinfer.twin.calibration import calibrate, fitted, measured
 from aioinfer.twin.device import TwinDevice, TwinLauncher
 from aioinfer.twin.load import Session, single
 from aioinfer.twin.outcome import Outcome
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", action="store_true", help="random weights: config.json suffices")
     parser.add_argument("--costs", type=Path, help="file of aioinfer calibrate")
     parser.add_argument("--calibrate", type=float, default=120.0, help="seconds of calibration without one")
+    parser.add_argument("--slice", type=float, default=12.0, help="seconds of those between runs; 0: none")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each load")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     report.row(part="capacity", what=f"{loads.capacity:.3g} requests/s")
     for name in ("low", "70", "95", "burst", "long"):
         if name in options.only:
-            compare(config, costs, name, [*loads.make(name)], options.runs, report)
+            compare(config, costs, name, [*loads.make(name)], options, report)
     if "replay" in options.only:
         replay(config, costs, [*loads.make("70")], report)
     if "replicas" in options.only:
@@ -122,11 +124,21 @@ class Loads:
 
 
 def compare(
-    config: EngineConfig, costs: Costs, name: str, load: Sequence[Session], runs: int, report: Report
+    config: EngineConfig, costs: Costs, name: str, load: Sequence[Session], options: Any, report: Report
 ) -> None:
     """A row per figure: real, twin, error, spread."""
-    predicted = simulate(load, Setup(costs=costs, config=config))
-    judge(name, predicted, [asyncio.run(play(config, load))[0] for _ in range(runs)], report)
+    slices: list[tuple[list[RecordedStep], list[tuple[float, float]], Engine]] = []
+    outcomes: list[Outcome] = []
+    for run in range(options.runs + 1):
+        if options.slice:
+            slices.append(asyncio.run(measured(config, options.slice, run)))
+        if run < options.runs:
+            outcomes.append(asyncio.run(play(config, load))[0])
+    if slices:
+        steps = [step for part, *_ in slices for step in part]
+        arrivals = [each for _, part, _ in slices for each in part]
+        costs = fitted(config, steps, arrivals, slices[0][2])
+    judge(name, simulate(load, Setup(costs=costs, config=config)), outcomes, report)
 
 
 def judge(name: str, twin_outcome: Outcome, outcomes: Sequence[Outcome], report: Report) -> None:

@@ -28,7 +28,7 @@ from aioinfer.system.cores import processor_name
 from aioinfer.twin.fitting import fit_host, fit_steps, line, seconds_of
 from aioinfer.twin.recording import RecordedStep, Recording
 
-__all__ = ["Check", "calibrate", "check", "compare"]
+__all__ = ["Check", "calibrate", "check", "compare", "fitted", "measured"]
 
 #: settings that a simulation needs as they were decided here
 _SETTINGS = (
@@ -64,7 +64,16 @@ async def calibrate(
 ) -> Costs:
     """Costs of a model on this machine, of steps that an engine computes for so long. Raises as
     :meth:`aioinfer.Engine.start`, and ConfigError: the time was too short for a fit."""
-    steps, arrivals, engine = await _measured(config, seconds, seed, progress)
+    return fitted(config, *await measured(config, seconds, seed, progress))
+
+
+def fitted(
+    config: EngineConfig,
+    steps: Sequence[RecordedStep],
+    arrivals: Sequence[tuple[float, float]],
+    engine: Engine,
+) -> Costs:
+    """Costs from what :func:`measured` returned. Raises ConfigError."""
     costs, noise, fit = fit_steps([each.sizes for each in steps], seconds_of(steps))
     host = msgspec.structs.replace(fit_host(steps), arrive=line(*np.array(arrivals).T))
     info, runtime = engine.info, engine._started()
@@ -90,7 +99,7 @@ async def check(
     progress: Progress | None = None,
 ) -> Check:
     """Compare costs with the steps of so many seconds. Raises as :func:`calibrate`."""
-    steps, *_ = await _measured(config, seconds, seed, progress)
+    steps, *_ = await measured(config, seconds, seed, progress)
     return compare(costs, steps)
 
 
@@ -106,8 +115,8 @@ def compare(costs: Costs, steps: Sequence[RecordedStep]) -> Check:
     return Check(len(steps), ratio(decode | True), ratio(decode), ratio(~decode))
 
 
-async def _measured(
-    config: EngineConfig, seconds: float, seed: int, progress: Progress | None
+async def measured(
+    config: EngineConfig, seconds: float, seed: int = 0, progress: Progress | None = None
 ) -> tuple[list[RecordedStep], list[tuple[float, float]], Engine]:
     """Steps of an engine that starts and ends here; how long requests took until they were queued, by the
     length of their prompts; and the engine, which is closed."""
