@@ -1,13 +1,13 @@
 """``python -m bench twin``: what the twin predicts, beside what this machine then measures.
 
-Costs of ``--model`` are calibrated (or read from ``--costs``), and seeded loads are played to the engine and
-to its twin, with calibrations of ``--slice`` seconds in between, as machines drift: ``low``, ``70`` and ``95``
-per cent of the capacity that the twin has, a ``burst``, and ``long`` prompts. ``error`` is the twin's relative
-error against the mean of both runs, and ``spread`` their own difference; a bound holds for the figure or for
-1.5 spreads. ``replay`` plays the times of recorded steps to the scheduler and compares compositions.
-``ranking`` orders configurations by latency. ``replicas`` plays a load to two engines in processes of one
-thread each, one of which is killed half-way; its costs should come from two calibrations with ``--threads 1``
-at the same time.
+Costs of ``--model`` are calibrated (or read from ``--costs``), and seeded loads are played to the engine
+and to its twin, with calibrations of ``--slice`` seconds in between, as machines drift: ``low``, ``70``
+and ``95`` per cent of the capacity that the twin has, a ``burst``, and ``long`` prompts. ``error`` is
+the twin's relative error against the mean of both runs, and ``spread`` their own difference; a bound
+holds for the figure or for 1.5 spreads. ``replay`` plays the times of recorded steps to the scheduler
+and compares compositions. ``ranking`` orders configurations by latency. ``replicas`` plays a load to two
+engines in processes of one thread each, one of which is killed half-way; its costs should come from two
+calibrations with ``--threads 1`` at the same time.
 """
 
 from __future__ import annotations
