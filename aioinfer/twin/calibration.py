@@ -145,7 +145,7 @@ class _Rounds:
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._engine = engine
-        self._dice = random.Random(seed)
+        self._dice, self._tokens = random.Random(seed), np.random.default_rng(seed)
         #: tokens of a prompt, and seconds that generate() took
         self.arrivals: list[tuple[float, float]] = []
 
@@ -165,8 +165,8 @@ class _Rounds:
                 await asyncio.sleep(pause * dice.random())
 
     async def _ask(self, prompt: int, output: int) -> None:
-        vocabulary = self._engine.info.vocab_size
-        ids = [self._dice.randrange(vocabulary) for _ in range(prompt)]
+        # Made by numpy: the loop has little to do beside the steps, as when a server has them.
+        ids: Any = self._tokens.integers(self._engine.info.vocab_size, size=prompt)
         began = time.perf_counter()
         params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
         stream = self._engine.generate(ids, params)

@@ -88,6 +88,8 @@ VALUES: dict[type, dict[str, Any]] = {
         "waiting_timeout": 1.5,
         "running_timeout": 2,
         "deadline": 2.5,
+        "ttft_target": 2.5,
+        "itl_target": 2.5,
         "budget": TokenBudget(7),
         "max_lag": 5,
         "pooling": Pooling("choices", (1, 2)),
