@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from aioinfer.config import EngineConfig
@@ -31,7 +32,7 @@ from aioinfer.engine import Engine
 from aioinfer.execution.launcher import StepHandle
 from aioinfer.loop.pacing import Pace
 from aioinfer.parallel import Dispatcher
-from aioinfer.scheduling.costs import Costs, Sizes
+from aioinfer.scheduling.costs import Costs, HostCosts, Sizes
 from aioinfer.scheduling.step import Step
 from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.calibration import calibrate, fitted, measured
@@ -49,6 +50,8 @@ Composition: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 BOUNDS = {"tokens_per_s": 0.03, "itl_p50": 0.05, "ttft_p50": 0.10, "ttft_p95": 0.15}
 #: of these loads only the throughput is judged: they are beyond 80 % of the capacity
 SATURATED = ("95", "burst")
+#: of the capacity of one engine
+SHARES = {"low": 0.3, "70": 0.7, "95": 0.95, "ranking": 0.85, "two": 1.2, "four": 2.4}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "4 at a time": {"max_running_requests": 4},
@@ -90,6 +93,8 @@ def run(options: argparse.Namespace, report: Report) -> None:
     if "replicas" in options.only:
         for killed in (False, True):
             replicas(config, costs, [*loads.make("two")], options, report, killed=killed)
+    if "timed" in options.only:
+        timed(costs, [*loads.make("four")], options, report)
     if "ranking" in options.only:
         rank(config, costs, [*loads.make("ranking")], report)
 
@@ -112,7 +117,10 @@ class Loads:
         if name == "long":
             rate = 0.6 * self.long_capacity
             return self._requests(int(self._seconds * rate), rate, self._longest / 2)
-        rate = self.capacity * {"low": 0.3, "70": 0.7, "95": 0.95, "ranking": 0.85, "two": 1.2}[name]
+        rate = (
+            self.capacity
+            * {"low": 0.3, "70": 0.7, "95": 0.95, "ranking": 0.85, "two": 1.2, "four": 2.4}[name]
+        )
         return self._requests(int(self._seconds * rate), rate, 160.0)
 
     def _requests(self, count: int, rate: float, prompt: float) -> Iterator[Session]:
@@ -313,6 +321,24 @@ async def dispatched(config: EngineConfig, load: Sequence[Session], kill: float 
             victim: Any = dispatcher._replicas[1]
             loop.call_later(kill, os.kill, victim.pid, signal.SIGKILL)
         return await Player(dispatcher).play(load)
+
+
+def timed(costs: Costs, load: Sequence[Session], options: Any, report: Report) -> None:
+    """Four engines on a loop in real time, whose devices take their time and no processor; one is lost. The
+    host is the real one."""
+    half = load[len(load) // 2].at
+    config = EngineConfig(prefix_cache=False)
+    setup = Setup(
+        costs=costs,
+        config=config,
+        replicas=4,
+        routing="total_tokens",
+        events=(Event(half, "kill", 1),),
+        exact=True,
+    )
+    hostless = dataclasses.replace(setup, costs=msgspec.structs.replace(costs, host=HostCosts()))
+    real = [asyncio.run(Twin(hostless).play(load)) for _ in range(options.runs)]
+    judge("one of four lost", simulate(load, setup), real, report)
 
 
 # -- ranking -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ import numpy as np
 from aioinfer.scheduling.costs import Sizes
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.token_batch import TokenBatch
+from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.device import TwinLauncher
 from aioinfer.twin.load import ANSWER
 
@@ -74,11 +75,13 @@ class ColumnLauncher(TwinLauncher):
 
     def _at(self, when: float, call: Callable[[], None]) -> None:
         """Make a call as of a moment that has passed."""
-        now, self._loop._now = self._loop._now, when
+        loop = self._loop
+        assert isinstance(loop, VirtualLoop)
+        now, loop._now = loop._now, when
         try:
             call()
         finally:
-            self._loop._now = now
+            loop._now = now
 
     def _read(self) -> None:
         """Begin a column with the step that has ended, or settle it."""

@@ -25,7 +25,6 @@ from aioinfer.execution.launcher import StepHandle
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.costs import Costs, Sizes
-from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.load import ANSWER, CONTENTS
 
 if TYPE_CHECKING:
@@ -148,9 +147,7 @@ class TwinLauncher:
         self._closed = False
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._closed = False
         info: DeviceInfo = self.device.open(progress)
         return info
