@@ -2,10 +2,11 @@
 
 python examples/million_users.py [--minutes 2] [--cell 32] [--costs FILE]
 
-A million users, one in ten of them active, who ask once a minute: 1,667 requests a second, of 1,500 prompt tokens,
-of which 1,050 are one of 16 system prompts, and 300 output tokens. An engine with a model of 8 billion parameters
-is simulated on an H200 that is not here: without a file of ``aioinfer calibrate`` from there, its costs are a
-roofline. The ladder: one replica, one cell of replicas behind one dispatcher, several cells.
+A million users, one in ten of them active, who ask once a minute: 1,667 requests a second, of 1,500
+prompt tokens, of which 1,050 are one of 16 system prompts, and 300 output tokens. An engine with a model
+of 8 billion parameters is simulated on an H200 that is not here: without a file of ``aioinfer
+calibrate`` from there, its costs are a roofline. The ladder: one replica, one cell of replicas behind
+one dispatcher, several cells.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from aioinfer.twin.synthesis import Workload, synthesize
 
 USERS, ACTIVE, PER_MINUTE = 1_000_000, 0.1, 1.0
 RATE = USERS * ACTIVE * PER_MINUTE / 60
+#: requests per second that one replica is asked to carry
+RATES = (20, 30, 40, 50, 60)
 SLO = Slo(ttft=1.0, itl=0.05)
 #: of a Qwen3 of 8 billion parameters
 MODEL = SimpleNamespace(
@@ -56,12 +59,14 @@ def main() -> None:
     costs = roofline("Qwen3-8B", MODEL, "h200") if options.costs is None else Costs.read(options.costs)
     seconds, cell = 60 * options.minutes, options.cell
     setup = Setup(costs=costs, config=EngineConfig(max_running_requests=256))
-    print(f"{costs.description}\n{RATE:,.0f} requests/s, TTFT {SLO.ttft} s, ITL {1e3 * (SLO.itl or 0):.0f} ms\n")
+    print(
+        f"{costs.description}\n{RATE:,.0f} requests/s, TTFT {SLO.ttft} s, ITL {1e3 * (SLO.itl or 0):.0f} ms\n"
+    )
 
     print("1. One replica: the load that it carries")
-    rows = [(f"{rate} requests/s", run(setup, rate, seconds)) for rate in (10, 15, 20, 25, 30)]
+    rows = [(f"{rate} requests/s", run(setup, rate, seconds)) for rate in RATES]
     print(table(rows))
-    carried = [rate for rate, (_, each) in zip((10, 15, 20, 25, 30), rows, strict=True) if (each.met or 0.0) > 0.99]
+    carried = [rate for rate, (_, each) in zip(RATES, rows, strict=True) if (each.met or 0.0) > 0.99]
     if not carried:
         print("None of these loads is carried: a smaller model, or another machine.")
         return
@@ -79,7 +84,11 @@ def main() -> None:
 
     print("\n3. Other cells, which have other users: is the tail of ten that of one?")
     one = dataclasses.replace(setup, replicas=cell)
-    print(table([(f"cell {seed}", run(dataclasses.replace(one, seed=seed), rate, seconds)) for seed in range(3)]))
+    print(
+        table(
+            [(f"cell {seed}", run(dataclasses.replace(one, seed=seed), rate, seconds)) for seed in range(3)]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -58,9 +58,11 @@ class Texts:
         for sequence in sequences:
             text, times = sequence.text, sequence.output.token_times
             texts, at = text.texts, len(times)
-            if texts is not None and sequence.state is not _FINISHED and len(sequence.output_ids) == at + 1:
+            if sequence.state is not _FINISHED and len(sequence.output_ids) == at + 1:
                 token = sequence.output_ids[at]
-                piece = texts[token] if 0 <= token < len(texts) else None
+                piece = None if text.enabled else ""
+                if texts is not None and 0 <= token < len(texts):
+                    piece = texts[token]
                 if piece is not None:
                     times.append(now)
                     if piece:

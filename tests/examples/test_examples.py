@@ -85,3 +85,12 @@ def test_a_saved_conversation_goes_on_in_another_process() -> None:
     )
     assert found is not None, again.stdout
     assert 0 < int(found[2]) < int(found[1])
+
+
+@rest(PROGRAM)
+def test_a_million_users_are_counted_in_cells_of_replicas() -> None:
+    done = run("examples/million_users.py", "--minutes", "0.02", "--cell", "2")
+    assert done.returncode == 0, done.stderr
+    assert "1,667 requests/s" in done.stdout
+    assert "cells of 2" in done.stdout
+    assert "dies" in done.stdout
