@@ -57,6 +57,12 @@ async def simulate(options: argparse.Namespace) -> int:
     }
     if any(each.costs.extrapolated for each in setups):
         facts["note"] = "figures are extrapolated: the costs were not measured on this hardware"
+    found = zip(setups, outcomes, strict=True)
+    beyond = {setup.costs.outside(outcome.largest) for setup, (_, outcome) in found} - {""}
+    if beyond:
+        facts["note"] = (
+            f"figures are extrapolated: steps have more {', '.join(sorted(beyond))} than were measured"
+        )
     write("\n".join(f"{name:6} {fact}" for name, fact in facts.items()))
     write(f"\n{report.table(rows)}")
     try:

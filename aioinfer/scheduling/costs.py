@@ -109,8 +109,6 @@ class HostCosts(msgspec.Struct, frozen=True):
     begin: float = 0.0
     #: from a request until it is queued: fixed and per prompt token
     arrive: tuple[float, float] = (0.0, 0.0)
-    #: of a frame between a dispatcher and a replica in another process
-    wire: float = 0.0
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -154,7 +152,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
         return f"{named} ({self.fit.steps} steps, median error {self.fit.median_error:.1%})"
 
     def outside(self, sizes: Sizes) -> str:
-        """The first size that is more than twice what was measured; empty if none is."""
+        """The first size that is more than twice as large as all that were measured; empty if none is."""
         ranges = {} if self.fit is None else self.fit.ranges
         sized = zip(sizes._fields, sizes, strict=True)
         return next((name for name, size in sized if size > 2 * ranges.get(name, (0.0, size))[1]), "")

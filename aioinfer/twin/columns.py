@@ -193,6 +193,9 @@ class ColumnLauncher(TwinLauncher):
             if self._trace is not None:
                 span = column.begins[at], column.ends[at]
                 self._trace.step(self._number, "forward", oldest.step.id + at, *span, oldest.step.num_tokens)
+        rows = oldest.step.generating
+        read = float(rows.starts.sum()) + last * len(rows)
+        self.largest = self.largest._replace(context=max(self.largest.context, read))
         if count:
             self._advance(column, count, last - 1)
             for handle, at in ((oldest, count), (newest, last)):

@@ -140,6 +140,8 @@ class TwinLauncher:
         self.host_until = self.device_until = 0.0
         #: launched and not read: handle, end on the device, and what wakes the host then
         self.flights: deque[tuple[StepHandle, float, asyncio.TimerHandle | None]] = deque()
+        #: of all steps
+        self.largest = Sizes(0.0)
         #: seconds that the device computed
         self.busy = 0.0
         #: steps that were not simulated one by one
@@ -165,7 +167,9 @@ class TwinLauncher:
         self.occupy(fixed + row * step.num_rows)
         launched = self.host_until
         begin = launched + self._host.begin if self.device_until <= launched else self.device_until
-        end = begin + self._step.seconds(Sizes.of(step)) * self._noise.of(step.id)
+        sizes = Sizes.of(step)
+        self.largest = Sizes(*map(max, self.largest, sizes))
+        end = begin + self._step.seconds(sizes) * self._noise.of(step.id)
         if self._trace is not None:
             self._trace.step(self._number, "forward", step.id, begin, end, step.num_tokens)
         self.busy += end - begin

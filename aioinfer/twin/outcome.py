@@ -10,6 +10,8 @@ from math import log
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.scheduling.costs import Sizes
+
 __all__ = ["Durations", "Outcome"]
 
 #: relative width of a class of durations, and the shortest one, in seconds
@@ -62,6 +64,8 @@ class Outcome:
     #: seconds that devices computed, and that replicas served, which is what they cost: of all together
     busy: float = 0.0
     served: float = 0.0
+    #: largest sizes of a step, each by itself
+    largest: Sizes = field(default_factory=lambda: Sizes(0.0))
     #: over time: (seconds, waiting, running, share of pages in use), of all replicas together
     samples: list[tuple[float, int, int, float]] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.execution.device import DeviceLost, Progress
 from aioinfer.parallel import Dispatcher
-from aioinfer.scheduling.costs import Costs
+from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.stream import Stream
 from aioinfer.testing.virtual_time import VirtualLoop
 from aioinfer.twin.columns import ColumnLauncher
@@ -204,6 +204,8 @@ class Twin:
     def _finish(self, engines: list[_TwinEngine]) -> None:
         outcome = self.outcome
         outcome.busy = sum(launcher.busy for launcher in self.launchers)
+        for each in self.launchers:
+            outcome.largest = Sizes(*map(max, outcome.largest, each.largest))
         outcome.served += sum(outcome.seconds - begun for begun in self._serving.values())
         for engine in engines:
             if engine._runtime is not None:

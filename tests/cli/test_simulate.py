@@ -204,3 +204,14 @@ def test_a_signal_ends_the_simulation(
     assert run(costs, "--requests", "100000000") == 128 + signal.SIGINT
     assert threading.active_count() == before, "its thread has ended"
     assert capsys.readouterr() == ("", "aioinfer: interrupted by SIGINT\n")
+
+
+def test_sizes_beyond_those_that_were_measured_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "measured.json"
+    fit = Fit(100, 0.99, 0.03, 0.1, {"rows": (0.0, 64.0), "context": (0.0, 10.0)})
+    Costs(step=STEP, fit=fit).write(path)
+    assert run(str(path), "--requests", "5") == 0
+    told = "note   figures are extrapolated: steps have more context than were measured"
+    assert told in capsys.readouterr().out
