@@ -58,6 +58,9 @@ class Origin:
             return web.Response(status=int(path.removeprefix("status/")), body=RED)
         if path == "held":
             return await self._hold()
+        if path == "missing-behind-held":
+            await until(lambda: self.held > 0)
+            return web.Response(status=404)
         if path == "endless":
             return await self._endless(request)
         if path == "compressed":
@@ -298,7 +301,7 @@ async def test_what_is_fetched_ends_with_its_request(origin: Origin) -> None:
         asking.cancel()
         await until(lambda: origin.gone == 2)
         # So does it with the first failure of another image.
-        reply = await ask(served, origin.url("held"), origin.url("status/404"))
+        reply = await ask(served, origin.url("held"), origin.url("missing-behind-held"))
         assert reply.refusal == (400, "messages[0].content[2].image_url.url")
         await until(lambda: origin.gone == 3)
         await until(lambda: idle(served))
