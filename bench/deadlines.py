@@ -25,7 +25,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import Rejected
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.forecast import Expected, Forecast
+from aioinfer.scheduling.forecast import Forecast, Prediction
 from aioinfer.scheduling.policies.fcfs import Fcfs
 from aioinfer.scheduling.policies.lpm import Lpm
 from aioinfer.scheduling.policies.priority import Priority
@@ -54,14 +54,14 @@ class Watched(Slack):
     """Keeps what was expected of each request with a deadline, by its id."""
 
     expected: dict[str | None, float]
-    newest: Expected | None = None
+    newest: Prediction | None = None
 
     def plan_with(self, estimates: Estimates) -> None:
         super().plan_with(estimates)
         assert isinstance(estimates, Forecast)
         expect = estimates.expect
 
-        def watched(*arguments: Any) -> Expected | None:
+        def watched(*arguments: Any) -> Prediction | None:
             self.newest = expect(*arguments)
             return self.newest
 

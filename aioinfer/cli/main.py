@@ -1,5 +1,5 @@
 """The command line: ``aioinfer serve``, ``replica``, ``chat``, ``generate``, ``batch``, ``bench``,
-``simulate``, ``trace``, ``models``, ``key`` and ``doctor``.
+``calibrate``, ``simulate``, ``trace``, ``models``, ``key`` and ``doctor``.
 
 The only room of the package that handles signals, configures logging and chooses an event loop. Flags
 are generated from the fields of the config dataclasses; ``--help`` does not import torch.

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["Costs", "Fit", "HostCosts", "Sizes", "StepCosts", "generated", "prefilled"]
 
 
+#: seconds of anything
+_LONGEST = 3600.0
+
+
 class Sizes(NamedTuple):
     """What the seconds of a step depend on."""
 
@@ -57,7 +61,7 @@ def prefilled(rows: tuple[Row, ...]) -> tuple[float, float]:
     return tokens, sum(row.length * (row.start + row.length / 2) for row in rows)
 
 
-class StepCosts(msgspec.Struct, frozen=True, dict=True):
+class StepCosts(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
     """Coefficients, in seconds; none is negative."""
 
     base: float
@@ -97,7 +101,7 @@ class StepCosts(msgspec.Struct, frozen=True, dict=True):
         return sum(self.parts(sizes))
 
 
-class HostCosts(msgspec.Struct, frozen=True):
+class HostCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the loop does between steps, in seconds: fixed and per row, where there are two."""
 
     #: to plan, pack and launch a step, and to commit and deliver what it brought
@@ -124,7 +128,7 @@ class Fit(msgspec.Struct, frozen=True):
     ranges: dict[str, tuple[float, float]]
 
 
-class Costs(msgspec.Struct, frozen=True, kw_only=True):
+class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file that ``aioinfer calibrate`` writes: of one model on one machine."""
 
     step: StepCosts
@@ -166,13 +170,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"costs: {path}: {error.strerror}") from error
         except msgspec.MsgspecError as error:
             raise ConfigError(f"costs: {path} is no file of aioinfer calibrate: {error}") from error
-        step = found.step
+        step, host = found.step, found.host
         values = (step.base, step.row, step.context, step.attention, step.prefill, *step.token, *found.noise)
+        values += (*host.plan, *host.read, *host.notice, host.begin, *host.arrive)
         rising = len(step.knees) == len(step.token) and [*step.knees] == sorted({0, *step.knees})
-        if not rising or not all(0 <= each < float("inf") for each in values) or step.base <= 0:
-            raise ConfigError(
-                f"costs: {path}: the costs of steps must be positive, and their knees rise from 0"
-            )
+        drawn = min(len(found.noise), len(host.notice)) > 0 and max(found.noise) > 0
+        if not (rising and drawn and step.base > 0 and all(0 <= each < _LONGEST for each in values)):
+            raise ConfigError(f"costs: {path}: costs must be positive, below an hour, and knees rise from 0")
         return found
 
     def write(self, path: Path) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from aioinfer.scheduling.step import Step
     from aioinfer.scheduling.step_time import StepTime
 
-__all__ = ["Expected", "Forecast", "Late"]
+__all__ = ["Forecast", "Late", "Prediction"]
 
 #: requests in front of a new one that are looked at; more of them are taken for as many alike
 _LOOK = 64
@@ -50,7 +50,7 @@ _ALIKE = 8
 _GOLDEN = 0.6180339887
 
 
-class Expected(NamedTuple):
+class Prediction(NamedTuple):
     """Seconds from now until the first token of a request, and until its end: None, if that is not known."""
 
     first: float
@@ -155,7 +155,7 @@ class Forecast:
             self._forgiven *= _FORGIVEN
         return late
 
-    def expect(self, queues: RequestQueues, sequence: Sequence, now: float) -> Expected | None:
+    def expect(self, queues: RequestQueues, sequence: Sequence, now: float) -> Prediction | None:
         """What comes of a new request, without a margin, if nothing overtakes it that comes later; None: not
         known. O(requests that run, and _LOOK that go before it). Raises PolicyFailed."""
         if not self.times.known:
@@ -178,10 +178,10 @@ class Forecast:
             course.go_on()
         first, lengths = course.seconds + beyond, self.lengths(sequence)
         if not lengths.known:
-            return Expected(first, None)
+            return Prediction(first, None)
         rows = min(self.config.running_requests, len(course.rows) + len(queues.waiting) - ahead)
         tokens = max(0.0, lengths.share * sequence.cursor.remaining - 1)
-        return Expected(first, first + tokens * self._token(sequence, max(1, rows)))
+        return Prediction(first, first + tokens * self._token(sequence, max(1, rows)))
 
     def _in_flight(self, now: float) -> float:
         """Seconds that the steps in flight still take."""

@@ -125,8 +125,10 @@ async def measured(
     rounds = _Rounds(engine, seed)
     async with engine:
         began = time.perf_counter()
-        while time.perf_counter() < began + _WARM * seconds:
-            await rounds.play(None)  # steps that load code, and touch memory first
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_WARM * seconds):
+                while True:
+                    await rounds.play(None)  # steps that load code, and touch memory first
         recording = Recording(engine)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(began + seconds - time.perf_counter()):

@@ -118,6 +118,8 @@ class ColumnLauncher(TwinLauncher):
         full = len(queues.running) >= config.running_requests and not config.preemption
         if (queues.waiting and not full) or queues.shelved or texts.behind or memory.pages.fenced:
             return 0
+        if any(each.consumer.timer is not None for each in batch.sequences):
+            return 0  # a running timeout may end it meanwhile
         if driver.paused or driver._holds or driver._pace is None or config.max_decode_rows is not None:
             return 0
         for handle, *_ in self.flights:

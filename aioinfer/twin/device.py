@@ -38,6 +38,8 @@ __all__ = ["TwinDevice", "TwinLauncher", "tokens_of_step"]
 _T = TypeVar("_T")
 #: context of a model whose own is not known
 _LONGEST = 1 << 20
+#: draws that are made at a time
+_BLOCK = 1 << 14
 
 
 class TwinDevice:
@@ -94,19 +96,22 @@ def tokens_of_step(step: Step) -> list[int]:
 
 
 class _Dice:
-    """Draws one of equally likely values for each step, the same in every run."""
+    """Draws one of equally likely values for each step, the same in every run. Steps come in their order."""
 
     def __init__(self, values: Sequence[float], *seed: int) -> None:
         self._values = np.asarray(values)
         self._random = np.random.default_rng(seed)
-        self._drawn = np.empty(0, np.uint16)
+        #: of the newest steps, from the first one on
+        self._first, self._drawn = 0, np.empty(0, np.uint16)
 
     def range(self, first: int, last: int) -> npt.NDArray[np.float64]:
         """Of the steps [first, last)."""
-        while last > len(self._drawn):
-            more = self._random.integers(len(self._values), size=1 << 14, dtype=np.uint16)
-            self._drawn = np.concatenate([self._drawn, more])
-        return self._values[self._drawn[first:last]]
+        while last > self._first + len(self._drawn):
+            more = self._random.integers(len(self._values), size=_BLOCK, dtype=np.uint16)
+            kept = self._drawn[-_BLOCK:]
+            self._first += len(self._drawn) - len(kept)
+            self._drawn = np.concatenate([kept, more])
+        return self._values[self._drawn[first - self._first : last - self._first]]
 
     def of(self, step: int) -> float:
         return float(self.range(step, step + 1)[0])

@@ -64,6 +64,8 @@ def single(at: float, pieces: Pieces, output_tokens: int) -> Session:
 def tokens_of(pieces: Pieces, vocabulary: int = CONTENTS) -> npt.NDArray[np.int32]:
     """The token ids of a prompt, int32 [tokens]: the contents, or what stands for them in a smaller
     ``vocabulary``."""
+    if not pieces:
+        return np.empty(0, np.int32)
     contents, lengths = (np.asarray(each, np.int64) for each in zip(*pieces, strict=True))
     ids = np.repeat(contents, lengths)
     if vocabulary < CONTENTS:

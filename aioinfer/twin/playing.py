@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aioinfer.errors import AioInferError, Rejected
+from aioinfer.errors import AioInferError, InvalidRequest, Rejected
 from aioinfer.params import SamplingParams
 from aioinfer.twin.load import Load, Session, tokens_of
 from aioinfer.twin.outcome import Outcome
@@ -62,6 +62,11 @@ class Player:
         for turn in session.turns:
             if turn.think > 0:
                 await asyncio.sleep(turn.think)
+            length = len(ids) + sum(tokens for _, tokens in turn.pieces)
+            if length > self._server.info.max_model_len or not (length and turn.output_tokens > 0):
+                told = f"{length} prompt tokens, {turn.output_tokens} to come"
+                self._failed(InvalidRequest("prompt", told), length)  # before its tokens are made
+                return
             ids = np.concatenate([ids, tokens_of(turn.pieces, self._vocabulary)])
             prompt: Any = ids
             params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True, temperature=0.0)

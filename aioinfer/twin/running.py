@@ -21,7 +21,7 @@ from aioinfer.execution.device import DeviceLost, Progress
 from aioinfer.parallel import Dispatcher
 from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.stream import Stream
-from aioinfer.testing.virtual_time import VirtualLoop
+from aioinfer.testing.virtual_time import Deadlock, VirtualLoop
 from aioinfer.twin.columns import ColumnLauncher
 from aioinfer.twin.device import TwinDevice, TwinLauncher
 from aioinfer.twin.load import Load
@@ -35,6 +35,8 @@ __all__ = ["Event", "Setup", "Twin", "simulate"]
 
 #: samples over time that are kept; then every other one is dropped
 _SAMPLES = 2000
+#: seconds between two samples at most, and in which something happens to requests that are there
+_PAUSE, _STUCK = 60.0, 20_000.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -183,12 +185,14 @@ class Twin:
     async def _sample(
         self, engines: list[_TwinEngine], progress: Callable[[float, int], None] | None
     ) -> None:
-        samples, pause = self.outcome.samples, 1.0
+        samples, pause, same = self.outcome.samples, 1.0, (0, 0.0)
         loop = asyncio.get_running_loop()
         while True:
-            waiting = running = used = pages = 0
+            waiting = running = used = pages = done = 0
             for engine in engines:
                 if engine.ready:
+                    engine.catch_up()
+                    done += engine._core.scheduler.queues.counters.steps
                     queues = engine._core.scheduler.queues
                     waiting, running = waiting + len(queues.waiting), running + len(queues.running)
                     pages += queues.memory.pages.total
@@ -196,7 +200,11 @@ class Twin:
             samples.append((loop.time() - self._zero, waiting, running, used / pages if pages else 0.0))
             if len(samples) > _SAMPLES:
                 del samples[1::2]
-                pause *= 2
+                pause = min(2 * pause, _PAUSE)
+            if not (waiting or running) or done + len(self.outcome) != same[0]:
+                same = done + len(self.outcome), loop.time()
+            elif loop.time() > same[1] + _STUCK:
+                raise Deadlock(f"{waiting + running} requests have waited in vain since {same[1]:.0f} s")
             if progress is not None:
                 progress(samples[-1][0], len(self.outcome))
             await asyncio.sleep(pause)
@@ -241,6 +249,8 @@ class _TwinEngine(Engine):
 def _settled(setup: Setup) -> EngineConfig:
     """The config of each replica. Raises ConfigError."""
     config = setup.config
+    if config.speculation not in ("auto", "off") or config.prefix_cache_dir is not None:
+        raise ConfigError("speculation and prefix_cache_dir are not simulated")
     fixed: dict[str, Any] = {
         "model": "twin",
         "speculation": "off",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioinfer.scheduling.costs import Sizes
-from aioinfer.scheduling.forecast import Expected, Forecast, Late
+from aioinfer.scheduling.forecast import Forecast, Late, Prediction
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Step
 from aioinfer.scheduling.step_time import StepTime
@@ -61,7 +61,7 @@ class World(Desk):
             self.times.now += seconds
             self.bring(step)
 
-    def expect(self, prompt: int = 1, tokens: int = 10, **options: Any) -> Expected:
+    def expect(self, prompt: int = 1, tokens: int = 10, **options: Any) -> Prediction:
         sequence = self.new(prompt, tokens, **options)
         found = self.forecast.expect(self.scheduler.queues, sequence, self.times.now)
         assert found is not None
