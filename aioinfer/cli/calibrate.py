@@ -24,6 +24,8 @@ async def calibrate(options: argparse.Namespace) -> int:
     config: EngineConfig = factory.located(read_settings(EngineConfig, options), Progress())
     if not 1 <= options.seconds <= 3600:
         raise ConfigError(f"--seconds must be from 1 to 3600, got {options.seconds:g}")
+    if options.output.is_dir() or not options.output.parent.is_dir():
+        raise ConfigError(f"--output: {options.output} is no file in a directory that there is")
     if options.check is not None:
         costs, seconds = Costs.read(options.check), min(options.seconds, 30.0)
         found = await calibration.check(costs, config, seconds=seconds, progress=Progress())

@@ -319,10 +319,11 @@ def _add_calibrate(commands: Any) -> None:
     _add_model(parser)
     parser.add_argument("-o", "--output", type=Path, default=Path("costs.json"), help="file to write")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="time (default: 120)")
+    instead = parser.add_mutually_exclusive_group()
     help = "compare a file with 30 s of steps, and write nothing"
-    parser.add_argument("--check", type=Path, metavar="FILE", help=help)
+    instead.add_argument("--check", type=Path, metavar="FILE", help=help)
     help = "do not measure, but compute costs for a GPU: h100, h200, ..."
-    parser.add_argument("--hardware", metavar="NAME", help=help)
+    instead.add_argument("--hardware", metavar="NAME", help=help)
     add_settings(parser, EngineConfig)
 
 

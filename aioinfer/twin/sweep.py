@@ -30,6 +30,12 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _NUMBERS = {"replicas": 10_000, "requests": 10**9, "rate": 10**9, "price": 10**9}
 #: what can be varied beside the settings of an engine
 _OWN = ("replicas", "routing", "rate")
+#: settings that change what is simulated
+_SIMULATED = {
+    each.name
+    for each in fields(EngineConfig)
+    if each.metadata["group"] in ("memory", "batching", "scheduling", "overlap", "limits")
+} - {"refine_costs", "gc", "switch_interval", "launch_mode", "prefix_cache_dir"} | {"max_model_len", "seed"}
 
 
 class Variant(NamedTuple):
@@ -48,8 +54,8 @@ def variants(setup: Setup, rate: float, what_if: Sequence[str]) -> list[Variant]
     for text in what_if:
         given, _, values = text.partition("=")
         name = given.strip().replace("-", "_")
-        if name not in (*_OWN, *(field.name for field in fields(EngineConfig))):
-            known = f"{', '.join(_OWN)} and settings of an engine"
+        if name not in (*_OWN, *_SIMULATED):
+            known = f"{', '.join(_OWN)} and settings of scheduling and memory"
             raise ConfigError(f"what-if varies {known} as NAME=VALUE,VALUE; got {shown(text)}")
         if name in axes:
             raise ConfigError(f"what-if varies {name} twice")
