@@ -47,6 +47,8 @@ class _Column:
     launched: list[float]
     begins: list[float]
     ends: list[float]
+    #: when they are noticed
+    dues: list[float]
     #: when they are read, and until when the host is busy before that
     reads: list[float]
     hosts: list[float]
@@ -127,6 +129,9 @@ class ColumnLauncher(TwinLauncher):
             other = step.prefilling or step.generating.ending or step.encoding is not None
             if other or len(step.generating) != rows:
                 return 0
+        shortest = self._step.seconds(Sizes(rows)) * self._noise.least
+        if self._notice.most + self._host.plan[0] + self._host.read[0] > shortest:
+            return 0  # steps may be read when the next one has ended: one by one
         count = min(_MOST, int((batch.limit[:rows] - batch.computed[:rows]).min()) - 2)
         while count >= _FEW and len(_pages(batch, count)) > memory.pages.free + memory.evictable:
             count //= 2
@@ -148,6 +153,7 @@ class ColumnLauncher(TwinLauncher):
         notices = self._notice.range(number, number + count + 1).tolist()
         found = _Column(
             *([oldest.launched_at, newest.launched_at], [first, first], [first, second]),
+            [0.0, self.due],
             *([self._loop.time()], [self.host_until], [False]),
         )
         launched, begins, ends = found.launched, found.begins, found.ends
@@ -161,7 +167,9 @@ class ColumnLauncher(TwinLauncher):
                 ends.append(begins[at] + seconds[at])
             pace.landed(step, launched[at - 1], now, now - ends[at - 1])
             planned = now + pace.spare(step, launched[at], now)
-            noticed = ends[at] + notices[at]
+            if at > 1:
+                found.dues.append(max(found.dues[-1], ends[at] + notices[at]))
+            noticed = found.dues[at]
             late = planned > max(noticed, host)
             if not late:
                 host = max(host, planned) + plan
@@ -186,9 +194,11 @@ class ColumnLauncher(TwinLauncher):
         self.flights.append((oldest, column.ends[count], None))
         if last == count:
             self.runtime.driver._flights.remove(newest)
+            self.due = column.dues[count]
         else:
-            due = column.ends[last] + self._notice.of(oldest.step.id + last)
-            self.flights.append((newest, column.ends[last], self._loop.call_at(due, self._land)))
+            notice = self._notice.of(oldest.step.id + last)
+            self.due = max(column.dues[count], column.ends[last] + notice) if last > 1 else self.due
+            self.flights.append((newest, column.ends[last], self._loop.call_at(self.due, self._land)))
         self.device_until, self.host_until = column.ends[last], column.hosts[count]
         for at in range(2, last + 1):
             self.busy += column.ends[at] - column.begins[at]

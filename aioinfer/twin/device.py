@@ -100,6 +100,7 @@ class _Dice:
 
     def __init__(self, values: Sequence[float], *seed: int) -> None:
         self._values = np.asarray(values)
+        self.least, self.most = float(self._values.min()), float(self._values.max())
         self._random = np.random.default_rng(seed)
         #: of the newest steps, from the first one on
         self._first, self._drawn = 0, np.empty(0, np.uint16)
@@ -145,6 +146,8 @@ class TwinLauncher:
         self.host_until = self.device_until = 0.0
         #: launched and not read: handle, end on the device, and what wakes the host then
         self.flights: deque[tuple[StepHandle, float, asyncio.TimerHandle | None]] = deque()
+        #: when the newest step is noticed
+        self.due = 0.0
         #: of all steps
         self.largest = Sizes(0.0)
         #: seconds that the device computed
@@ -179,8 +182,9 @@ class TwinLauncher:
             self._trace.step(self._number, "forward", step.id, begin, end, step.num_tokens)
         self.busy += end - begin
         self.device_until = end
-        timer = self._loop.call_at(end + self._notice.of(step.id), self._land)
-        self.flights.append((handle, end, timer))
+        # Not before the step in front of it, however late that is noticed.
+        self.due = max(self.due, end + self._notice.of(step.id))
+        self.flights.append((handle, end, self._loop.call_at(self.due, self._land)))
         return handle
 
     def _land(self) -> None:

@@ -55,7 +55,7 @@ def played(load: Iterator[Session], *, exact: bool, **options: Any) -> tuple[Out
         "chunk_size": 256,
         **options.pop("settings", {}),
     }
-    setup = Setup(costs=COSTS, config=EngineConfig(**settings), exact=exact, **options)
+    setup = Setup(costs=options.pop("costs", COSTS), config=EngineConfig(**settings), exact=exact, **options)
     twin, loop = Twin(setup), VirtualLoop(setup.seed)
     try:
         outcome = loop.run_until_complete(twin.play(load))
