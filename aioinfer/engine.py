@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Never, ParamSpec
 
 from aioinfer.cache.namespace import Namespace
+from aioinfer.cache.radix import token_key
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import import_chats
 from aioinfer.checkpoint.sentences import Sentences
@@ -301,10 +302,13 @@ class Engine(EngineLike):
 
         Raises InvalidRequest, EngineClosed, EngineFailed, WrongLoop.
         """
+        return self._cached_tokens(token_key(token_ids), cache_salt, adapter)
+
+    def _cached_tokens(self, key: bytes, cache_salt: str, adapter: str | None) -> int:
         core = self._serving().core
         uid = 0 if adapter is None else core.adapters.find(adapter).uid
         namespace = Namespace(cache_salt, uid, core.weight_version)
-        return core.scheduler.memory.cached_tokens(token_ids, namespace)
+        return core.scheduler.memory.cached_tokens(key, namespace)
 
     async def store_prefix(
         self, token_ids: Sequence[int], *, cache_salt: str = "", adapter: str | None = None

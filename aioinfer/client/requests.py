@@ -219,7 +219,7 @@ class Requests(ABC):
         """Queue a request that another engine has made: nothing is taken from the model or the config.
         ``images``: those whose words are among the ids."""
         serving = self._serving()
-        source = serving.source(list(prompt_ids), images=images)
+        source = serving.source(prompt_ids, images=images)
         return self._queue(serving, source, request, checkpoint)
 
     def _queue(

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.images.prompt import PromptImages
 from aioinfer.images.prompt import shown as shown_ids
-from aioinfer.inputs import check_ids, freeze, plain
+from aioinfer.inputs import freeze, plain
 from aioinfer.loop.given_images import GivenImages
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import Pooling
+from aioinfer.prompt_ids import PromptIds
 from aioinfer.request import SOON
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
@@ -177,7 +178,7 @@ class PromptSource:
         self._given: GivenImages | None = None
         #: nobody waits for its token ids: images that have not begun are not processed
         self.abandoned = False
-        given: Any = plain(prompt)
+        given: Any = prompt if type(prompt) is PromptIds else plain(prompt)
         if type(given) is str:
             self._take_text(given, template_kwargs)
             return
@@ -186,7 +187,7 @@ class PromptSource:
         if form.truncate is None:
             self._check_count(_length(given), "entries")
         # From here on the copy is read: another thread may change the original at any time.
-        items = list(given) if isinstance(given, (list, tuple)) else _elements(given)
+        items = given if type(given) is PromptIds else _elements(given)
         if not items:
             raise InvalidRequest("prompt", "is empty")
         if isinstance(items[0], Mapping):
@@ -364,8 +365,7 @@ class PromptSource:
             message = f"has {len(ids)} tokens, and this model was made for {longest} at most (max_seq_length)"
             message += _TO_TRUNCATE
             raise InvalidRequest("prompt", message, code="context_length_exceeded")
-        check_ids("prompt", ids, self._info.vocab_size)
-        return ids
+        return PromptIds.checked(ids, self._info.vocab_size)
 
     @classmethod
     def of(
@@ -438,8 +438,10 @@ def _length(given: Any) -> int:
         raise InvalidRequest("prompt", "must be a sequence, got a single value") from None
 
 
-def _elements(array: Any) -> list[Any]:
-    elements = array.tolist()
+def _elements(given: Any) -> list[Any]:
+    if isinstance(given, (list, tuple)):
+        return list(given)
+    elements = given.tolist()
     return elements if isinstance(elements, list) else [elements]
 
 

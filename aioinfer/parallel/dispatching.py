@@ -20,6 +20,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.cache.radix import token_key
 from aioinfer.cells import StreamCell, tell_lanes
 from aioinfer.errors import (
     ConfigError,
@@ -372,7 +373,7 @@ class Dispatching(Sending):
         kept = None if home is None else home.hold(prefix, seconds)
         if kept is None or home is None:
             return None
-        return Homed(kept, home, page_hashes(prefix.ids, hash(record.namespace)))
+        return Homed(kept, home, page_hashes(record.key, hash(record.namespace)))
 
     async def move(self, prefix: Prefix, replica: str, seconds: float | None) -> Kept | None:
         target = next((each for each in self.placing.ready if each.name == replica and each.takes_work), None)
@@ -380,7 +381,7 @@ class Dispatching(Sending):
             raise InvalidRequest("replica", f"there is none named {shown(replica)} that takes requests")
         if not prefix.ids:
             return None
-        pages = page_hashes(prefix.ids, hash(namespace_of(*prefix[1:])))
+        pages = page_hashes(token_key(prefix.ids), hash(namespace_of(*prefix[1:])))
         source = self.placing.home(pages, target)
         if source is not None and self.share is not None:
             try:

@@ -134,11 +134,11 @@ class LocalReplica(Replica):
 
     # -- the engine -----------------------------------------------------------------------------
 
-    def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
+    def cached(self, key: bytes, record: Record, pages: Sequence[int]) -> int:
         name, salt = record.request.adapter, record.namespace.salt
         if not self.engine.ready or (name is not None and not self.has(name)):
             return 0
-        return self.engine.cached_tokens(token_ids, cache_salt=salt, adapter=name)
+        return self.engine._cached_tokens(key, salt, name)
 
     def stats(self) -> EngineStats | None:
         if self._last is not None or self._info is None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from aioinfer.cache.radix import token_key
 from aioinfer.errors import EngineFailed
 from aioinfer.parallel.policies import Candidate, RoutingPolicy
 from aioinfer.parallel.prefixes import PAGE, take_away
@@ -75,10 +73,10 @@ class Placing:
             return "decode"
         known = here = there = record.known
         if self.policy.looks_at_prefixes:
-            ids = array("i", record.output.known_ids(0, known))  # many replicas make a key of it
-            pages = page_hashes(ids, hash(record.namespace))
+            key = record.key
+            pages = page_hashes(key, hash(record.namespace))
             for each in self.ready:
-                uncached = known - _cached(each, ids, record, pages)[0]
+                uncached = known - _cached(each, key, record, pages)[0]
                 here = min(here, uncached) if each.role != "prefill" else here
                 there = min(there, uncached) if each.role != "decode" else there
         return "prefill" if here >= self._prefill_tokens and there <= 2 * here else "decode"
@@ -119,11 +117,11 @@ class Placing:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
         if self.policy.looks_at_prefixes:
-            ids = array("i", record.output.known_ids(0, known))  # many replicas make a key of it
-            pages = page_hashes(ids, hash(record.namespace))
+            key = record.key
+            pages = page_hashes(key, hash(record.namespace))
             shares = self._shares(pages, known)
             for each in free:
-                there, coming = _cached(each, ids, record, pages)
+                there, coming = _cached(each, key, record, pages)
                 uncached = known - max(there, coming)
                 share = min(shares[min((known - uncached) // PAGE, len(pages))], uncached)
                 # What others there compute for it, too, is in the backlog: it is no load of theirs alone.
@@ -154,7 +152,7 @@ class Placing:
         """Count an attempt no longer."""
         replica, begun = attempt.replica, not attempt.uncached
         replica.load.remove(attempt)
-        if begun and self.policy.looks_at_prefixes:
+        if begun and replica.guessed and self.policy.looks_at_prefixes:
             replica.remember(_pages(attempt.record, attempt.pages))
         take_away(self._sharing, attempt.pages)
         self._full.discard(attempt.replica)
@@ -216,7 +214,7 @@ def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:
     )
 
 
-def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
+def _cached(replica: Replica, key: bytes, record: Record, pages: Sequence[int]) -> tuple[int, int]:
     """The number of known tokens that it has, and has or is about to have for another request."""
     pooling = record.request.pooling
     if pooling is not None and pooling.whole:  # all of it is computed
@@ -226,10 +224,10 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
         if not replica.load.pages[page]:
             break
         coming += PAGE
-    most = len(ids) - 1  # the last known token is always computed
+    most = record.known - 1  # the last known token is always computed
     if record.request.params.prompt_logprobs is not None:
         most = min(most, record.request.first_scored)  # so is all that is scored
-    return min(max(replica.cached(ids, record, pages), record.stored), most), min(coming, most)
+    return min(max(replica.cached(key, record, pages), record.stored), most), min(coming, most)
 
 
 def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:
@@ -237,15 +235,14 @@ def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:
     found = list(known)
     last = found[-1] if found else hash(record.namespace)
     first = len(found)
-    ids = record.output.known_ids(first * PAGE, max(record.known, first * PAGE))
-    return found + page_hashes(ids, last, _MOST_PAGES - first)
+    return found + page_hashes(record.key[4 * PAGE * first :], last, _MOST_PAGES - first)
 
 
-def page_hashes(ids: Sequence[int], last: int, most: int = _MOST_PAGES) -> list[int]:
-    """Hashes of the prefixes of whole pages of ``ids``, which follow what has the hash ``last``, or begin in
-    the namespace that has it."""
-    size, found, key = 4 * PAGE, list[int](), token_key(ids)
-    for start in range(0, min(len(ids) // PAGE, most) * size, size):
+def page_hashes(key: bytes, last: int, most: int = _MOST_PAGES) -> list[int]:
+    """Hashes of the prefixes of whole pages of token ids with this key, which follow what has the hash
+    ``last``, or begin in the namespace that has it."""
+    size, found = 4 * PAGE, list[int]()
+    for start in range(0, min(len(key) // size, most) * size, size):
         last = hash((last, key[start : start + size]))
         found.append(last)
     return found

@@ -52,7 +52,11 @@ class Reading:
         """From now on, the lane is told what moves it, and ``finished`` called once when the stream has
         ended, amid a step."""
         self.stream.cell.outlet = self
-        when_ended(self.stream.cell, functools.partial(finished, self))
+        when_ended(self.stream.cell, functools.partial(self._ended, finished))
+
+    def _ended(self, finished: Callable[[Self], None]) -> None:
+        self.stream.cell.outlet = None  # else prompts stay until cycles are collected
+        finished(self)
 
     @property
     def news(self) -> bool:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aioinfer.cache.namespace import Namespace
+from aioinfer.cache.radix import token_key
 from aioinfer.cells import StreamCell
 from aioinfer.loop.holding import Prefix
 from aioinfer.loop.opened import OpenRequest
 from aioinfer.loop.resumption import take
 from aioinfer.parallel.roles import Role
 from aioinfer.params import SamplingParams
+from aioinfer.prompt_ids import key_of
 from aioinfer.request import SOON, Output, Request
 from aioinfer.resuming.record import StreamCheckpoint
 
@@ -97,6 +99,12 @@ class Record(OpenRequest):
     def known(self) -> int:
         """Tokens of prompt and output."""
         return len(self.output.prompt_ids) + len(self.output.token_ids)
+
+    @property
+    def key(self) -> bytes:
+        """Of these, as prefix caches have it."""
+        output = self.output
+        return key_of(output.prompt_ids) + token_key(output.token_ids)
 
     @property
     def prefix(self) -> Prefix:

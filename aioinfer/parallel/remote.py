@@ -46,6 +46,8 @@ class SocketReplica(Replica):
     frame for half a minute, and can be launched again then. After a second without a frame it gets no new
     work until it is heard again; what it computes waits."""
 
+    guessed = True
+
     def __init__(self, address: str | Connect, name: str, *, token: str = "") -> None:
         """``address``: as in :func:`connector`, or what connects. Raises ConfigError."""
         super().__init__(name)
@@ -173,7 +175,7 @@ class SocketReplica(Replica):
         if self._link is not None:
             self._link.tell_read(attempt)
 
-    def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
+    def cached(self, key: bytes, record: Record, pages: Sequence[int]) -> int:
         return self.remembered.leading(pages) * PAGE
 
     def remember(self, pages: Sequence[int]) -> None:

@@ -154,6 +154,9 @@ class Stored(NamedTuple):
 class Replica(ABC):
     """One engine of a dispatcher. The dispatcher alone calls these, on its loop."""
 
+    #: what is in its prefix cache is guessed from what it is to :meth:`remember`
+    guessed = False
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = ReplicaState.STARTING
@@ -229,9 +232,9 @@ class Replica(ABC):
         """The consumer has read enough for a request that was parked for it."""
 
     @abstractmethod
-    def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
+    def cached(self, key: bytes, record: Record, pages: Sequence[int]) -> int:
         """The number of tokens of a record, from the first on, that have their KV there, as far as that is
-        known; ``pages``: hashes of their prefixes, of PAGE tokens more each."""
+        known; ``key``: its own, ``pages``: hashes of their prefixes, of PAGE tokens more each."""
 
     def remember(self, pages: Sequence[int]) -> None:
         """An attempt that has begun there has ended, and leaves what has these hashes."""

@@ -12,13 +12,12 @@
 
 from __future__ import annotations
 
-from collections import abc
 from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
 from aioinfer.cache.nodes import Hold, Node
 from aioinfer.cache.pages import PageAllocator
-from aioinfer.cache.radix import Lock, RadixTree, token_key
+from aioinfer.cache.radix import Lock, RadixTree
 from aioinfer.cache.slots import SlotPool
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 from aioinfer.scheduling.arrivals import Arrival, Departure, Transfers
@@ -146,11 +145,11 @@ class Memory:
         """Tokens of a waiting request that admission would have to compute."""
         return sequence.length - self.lookup(sequence)[0] * self.pages.page_size
 
-    def cached_tokens(self, token_ids: abc.Sequence[int], namespace: Hashable) -> int:
-        """The number of these tokens that are cached, from the first on."""
+    def cached_tokens(self, key: bytes, namespace: Hashable) -> int:
+        """The number of the tokens with this key that are cached, from the first on."""
         if self.tree is None:
             return 0
-        return self.tree.match(token_key(token_ids), namespace) * self.pages.page_size
+        return self.tree.match(key, namespace) * self.pages.page_size
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         """Whether a waiting request finds its pages with ``reserve`` more to spare. Never too pessimistic."""

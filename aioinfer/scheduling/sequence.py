@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.cache.namespace import COMMON, Namespace
 from aioinfer.cache.radix import token_key
 from aioinfer.outputs import FinishReason
+from aioinfer.prompt_ids import key_of
 from aioinfer.request import Output
 from aioinfer.scheduling.adapters import AdapterVersion
 from aioinfer.scheduling.allocation import Allocation
@@ -302,7 +303,7 @@ class Sequence:
         """The same as a key of the prefix cache."""
         prompt = self._prompt_key
         if prompt is None:
-            prompt = self._prompt_key = token_key(self.prompt_ids)
+            prompt = self._prompt_key = key_of(self.prompt_ids)
         key = prompt[4 * start : 4 * stop]
         over = stop - len(self.prompt_ids)
         if over > 0:

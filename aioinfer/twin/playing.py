@@ -10,6 +10,7 @@ import numpy as np
 
 from aioinfer.errors import AioInferError, InvalidRequest, Rejected
 from aioinfer.params import SamplingParams
+from aioinfer.prompt_ids import PromptIds
 from aioinfer.twin.load import Load, Session, tokens_of
 from aioinfer.twin.outcome import Outcome
 
@@ -55,7 +56,7 @@ class Player:
         return self.outcome
 
     async def _session(self, session: Session) -> None:
-        ids = np.empty(0, np.int32)
+        ids = PromptIds.checked([], self._vocabulary)
         options: dict[str, Any] = {**dict(session.options), "priority": session.priority}
         if session.name is not None:
             options["routing_key"] = session.name
@@ -67,19 +68,18 @@ class Player:
                 told = f"{length} prompt tokens, {turn.output_tokens} to come"
                 self._failed(InvalidRequest("prompt", told), length)  # before its tokens are made
                 return
-            ids = np.concatenate([ids, tokens_of(turn.pieces, self._vocabulary)])
-            prompt: Any = ids
+            ids = ids.extended(tokens_of(turn.pieces, self._vocabulary))
             params = SamplingParams(max_tokens=turn.output_tokens, ignore_eos=True, temperature=0.0)
             try:
                 if self._arrives is not None:
                     self._arrives(len(ids))
-                stream = self._server.generate(prompt, params, **options)
+                stream = self._server.generate(ids, params, **options)
                 await stream
             except AioInferError as error:
                 self._failed(error, len(ids))
                 return
             self._ended(stream.cell.output)
-            ids = np.concatenate([ids, np.asarray(stream.cell.output.token_ids, np.int32)])
+            ids = ids.extended(np.asarray(stream.cell.output.token_ids, np.int32))
 
     def _failed(self, error: AioInferError, tokens: int) -> None:
         now = asyncio.get_running_loop().time() - self._zero

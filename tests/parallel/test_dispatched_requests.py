@@ -21,6 +21,8 @@ from aioinfer import (
 )
 from aioinfer.parallel import Dispatcher
 from aioinfer.params import Grammar
+from aioinfer.request import Output
+from aioinfer.stream import Stream
 from aioinfer.testing import Answer, FakeEngine
 from tests.parallel.toys import (
     ENDLESS,
@@ -443,3 +445,19 @@ async def test_checkpoints_go_from_dispatchers_to_engines_and_back() -> None:
         checkpoint = stream.checkpoint()
     async with Toy() as engine:
         assert (await engine.restore(checkpoint)).token_ids == whole.token_ids
+
+
+@virtual
+async def test_nothing_of_a_request_that_ended_waits_for_the_collection_of_cycles() -> None:
+    async with Dispatcher(toys(2)) as dispatcher:
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for seed in range(3):
+                result = await dispatcher.generate(prompt(seed), PARAMS)
+                assert result.token_ids == expected(prompt(seed))
+            gc.collect()
+            assert not [each for each in gc.garbage if isinstance(each, (Output, Stream))]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
