@@ -22,7 +22,7 @@ class Want(Enum):
     ACCEPTANCE = "acceptance"
 
 
-_CHUNK = Want.CHUNK
+_CHUNK, _RESULT = Want.CHUNK, Want.RESULT
 
 
 class Cut(NamedTuple):
@@ -228,14 +228,18 @@ class StreamCell:
 
 def tell_lanes(cells: Sequence[StreamCell]) -> list[StreamCell]:
     """Tell the outlets of streams that have moved, lane by lane; returns the other streams, and those that
-    have ended or whose consumer can lag."""
+    have ended or whose consumer can lag. One that waits for the end is not told before."""
     others: list[StreamCell] = []
     lane: Lane | None = None
     outlets: list[Outlet] = []
     for cell in cells:
         outlet = cell.outlet
-        if outlet is None or cell.max_lag is not None or cell.output.finished:
+        if cell.max_lag is not None or cell.output.finished or cell.closed:
             others.append(cell)
+            continue
+        if outlet is None:
+            if cell.wants is not _RESULT:
+                others.append(cell)
             continue
         if outlet.lane is not lane:
             if lane is not None:

@@ -373,6 +373,8 @@ class Output:
 
     def switch_after(self, tokens: int, pieces: int) -> Switch | None:
         """The first switch after a number of tokens or of pieces of text."""
+        if not self.switches:  # most have none, and this is asked once per token
+            return None
         return next((each for each in self.switches if each[0] > tokens or each[1] > pieces), None)
 
     @property
@@ -382,6 +384,8 @@ class Output:
 
     def version_at(self, count: int) -> int:
         """Version of the weights that computed the last of the first ``count`` tokens."""
+        if not self.switches:
+            return self.weight_version
         return next((before for tokens, _, before in self.switches if count <= tokens), self.weight_version)
 
     # -- its end --------------------------------------------------------------------------------

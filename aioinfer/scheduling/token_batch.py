@@ -37,6 +37,8 @@ __all__ = ["TokenBatch"]
 
 #: longest prefill chunk of a request whose prompt's tokens are scored: the logits of all of them take room
 _MAX_SCORED = 64
+#: looked up once, not once per token
+_FINISHED = SequenceState.FINISHED
 
 
 class TokenBatch:
@@ -301,7 +303,7 @@ class TokenBatch:
         if generating.drafts:
             decodes = decodes[: generating.num_decodes]
         for index, (sequence, token) in enumerate(zip(decodes, tokens, strict=False)):
-            if sequence.state is SequenceState.FINISHED:
+            if sequence.state is _FINISHED:
                 counters.late_tokens += 1
             elif token < 0:
                 updated += _unsampled(sequence, step, token, forced.get(index, ()), queues)
