@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from aioinfer.cli.flags import read_settings
-from aioinfer.cli.streams import note, write
+from aioinfer.cli.streams import check_output, note, write
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
@@ -21,13 +21,15 @@ async def calibrate(options: argparse.Namespace) -> int:
     from aioinfer.twin import calibration
     from aioinfer.twin.roofline import roofline
 
+    seconds = options.seconds
+    if seconds is None:
+        seconds = 120.0 if options.check is None else 30.0
+    if not 1 <= seconds <= 3600:
+        raise ConfigError(f"--seconds must be from 1 to 3600, got {seconds:g}")
+    check_output(options.output)
     config: EngineConfig = factory.located(read_settings(EngineConfig, options), Progress())
-    if not 1 <= options.seconds <= 3600:
-        raise ConfigError(f"--seconds must be from 1 to 3600, got {options.seconds:g}")
-    if options.output.is_dir() or not options.output.parent.is_dir():
-        raise ConfigError(f"--output: {options.output} is no file in a directory that there is")
     if options.check is not None:
-        costs, seconds = Costs.read(options.check), min(options.seconds, 30.0)
+        costs = Costs.read(options.check)
         found = await calibration.check(costs, config, seconds=seconds, progress=Progress())
         write(f"measured over expected: {found.ratio:.3f} in all, {found.decode:.3f} of decode steps, "
               f"{found.prefill:.3f} of steps with prefill ({found.steps} steps)")  # fmt: skip
@@ -40,8 +42,8 @@ async def calibrate(options: argparse.Namespace) -> int:
         found_config = read_config(checkpoint_at(config.model_path, config.mmproj_file))
         costs = roofline(Path(config.model_name).name, found_config, options.hardware)
     else:
-        note(f"aioinfer: computes steps of all sizes for {options.seconds:g} s")
-        costs = await calibration.calibrate(config, seconds=options.seconds, progress=Progress())
+        note(f"aioinfer: computes steps of all sizes for {seconds:g} s")
+        costs = await calibration.calibrate(config, seconds=seconds, progress=Progress())
     costs.write(options.output)
     write(costs.description)
     if (fit := costs.fit) is not None:

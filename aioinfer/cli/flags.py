@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,16 +174,16 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_settings(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
-    """One flag per field of the config dataclasses, in the groups of the fields.
+def add_settings(parser: argparse.ArgumentParser, *classes: type[Any], but: Container[str] = ()) -> None:
+    """One flag per field of the config dataclasses, in the groups of the fields, ``but`` of some.
 
     A flag that is not given is absent from the namespace. A name that two classes share is one flag.
     """
     known = {action.dest for action in parser._actions}
-    fields = {}
+    fields: dict[str, _Field] = {}
     for cls in classes:
-        fields.update({item.name: (cls, item) for item in dataclasses.fields(cls) if item.name not in known})
-        known |= fields.keys()
+        found = [item for item in dataclasses.fields(cls) if item.name not in but]
+        fields |= {item.name: (cls, item) for item in found if item.name not in known | fields.keys()}
     for group, members in _grouped(fields.values()):
         section = parser.add_argument_group(GROUPS[group])
         actions = [

@@ -36,6 +36,7 @@ from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import AioInferError, ConfigError
 from aioinfer.system.files import file_limit
 from aioinfer.system.support import check_system
+from aioinfer.twin.sweep import SIMULATED
 
 __all__ = ["add_settings", "main", "read_settings"]
 
@@ -318,13 +319,13 @@ def _add_calibrate(commands: Any) -> None:
     parser = _command(commands, "calibrate", "[MODEL]", help, calibrate)
     _add_model(parser)
     parser.add_argument("-o", "--output", type=Path, default=Path("costs.json"), help="file to write")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="time (default: 120)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="time (default: 120; of a check 30)")
     instead = parser.add_mutually_exclusive_group()
-    help = "compare a file with 30 s of steps, and write nothing"
+    help = "compare a file with steps of now, and write nothing"
     instead.add_argument("--check", type=Path, metavar="FILE", help=help)
     help = "do not measure, but compute costs for a GPU: h100, h200, ..."
     instead.add_argument("--hardware", metavar="NAME", help=help)
-    add_settings(parser, EngineConfig)
+    add_settings(parser, EngineConfig, but=("costs", "refine_costs", "prefix_cache", "speculation"))
 
 
 def _add_simulate(commands: Any) -> None:
@@ -363,7 +364,8 @@ def _add_simulate(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     # What it is told to lose is no error.
     parser.set_defaults(model_argument=None, log_level="critical")
-    add_settings(parser, EngineConfig)
+    settings = {each.name for each in dataclasses.fields(EngineConfig)}
+    add_settings(parser, EngineConfig, but=settings - SIMULATED)
 
 
 def _add_trace(commands: Any) -> None:

@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from aioinfer.cli.flags import read_settings
-from aioinfer.cli.streams import note, write
+from aioinfer.cli.streams import check_output, note, write
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, shown
-from aioinfer.parallel.roles import checked_roles
 from aioinfer.scheduling.costs import Costs
 from aioinfer.twin import drawings, report, running, sweep
 from aioinfer.twin.load import Load
@@ -38,6 +37,8 @@ async def simulate(options: argparse.Namespace) -> int:
     loads = [_load(options, variant, total) for variant in variants]
     if options.plots is not None:
         drawings.check()
+    for path in filter(None, (options.json, options.perfetto)):
+        check_output(path)
     trace = None if options.perfetto is None else VirtualTrace()
     if trace is not None and len(variants) > 1:
         raise ConfigError("--perfetto writes a single run: give it without --what-if")
@@ -98,12 +99,7 @@ def _variants(options: argparse.Namespace) -> list[sweep.Variant]:
     )
     found = sweep.variants(setup, sweep.parse("rate", options.rate), options.what_if)
     for variant in found:
-        replicas = variant.setup.replicas
-        checked_roles(roles, replicas)
-        for event in setup.events:
-            replicas += event.kind == "join"
-            if event.replica >= replicas:
-                raise ConfigError(f"--{event.kind}: replica {event.replica} of {replicas}; the first is 0")
+        variant.setup.check()
     return found
 
 

@@ -6,9 +6,12 @@ import errno
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-__all__ = ["OutputLost", "note", "open_streams", "settle_streams", "write"]
+from aioinfer.errors import ConfigError
+
+__all__ = ["OutputLost", "check_output", "note", "open_streams", "settle_streams", "write"]
 
 
 class OutputLost(Exception):
@@ -54,6 +57,12 @@ def write(text: str, end: str = "\n") -> None:
     except OSError as error:
         _discard(sys.stdout)
         raise OutputLost(error) from error
+
+
+def check_output(path: Path) -> None:
+    """Raises ConfigError: a file that a command is to write after its work has no place."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"{path}: no file in a directory that there is")
 
 
 def note(text: str) -> None:

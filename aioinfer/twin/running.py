@@ -19,6 +19,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.execution.device import DeviceLost, Progress
 from aioinfer.parallel import Dispatcher
+from aioinfer.parallel.roles import checked_roles
 from aioinfer.scheduling.costs import Costs, Sizes
 from aioinfer.stream import Stream
 from aioinfer.testing.virtual_time import Deadlock, VirtualLoop
@@ -63,6 +64,22 @@ class Setup:
     #: every step apart; else decode steps between two events are one
     exact: bool = False
     seed: int = 0
+
+    def check(self) -> None:
+        """Raises ConfigError: roles or events that cannot be, or settings that are not simulated."""
+        if self.config.speculation not in ("auto", "off") or self.config.prefix_cache_dir is not None:
+            raise ConfigError("speculation and prefix_cache_dir are not simulated")
+        checked_roles(self.roles, self.replicas)
+        there, count = {*range(self.replicas)}, self.replicas
+        for event in sorted(self.events, key=lambda event: event.at):
+            if event.kind == "join":
+                there.add(count)
+                count += 1
+            elif event.replica not in there:
+                lost = f"there is no replica {event.replica} at {event.at:g} s; the first is 0"
+                raise ConfigError(f"{event.kind}: {lost}")
+            else:
+                there.remove(event.replica)
 
 
 def simulate(
@@ -163,8 +180,6 @@ class Twin:
             await server.add(engines[-1])
             self._serving[engines[-1]] = event.at
             return
-        if event.replica >= len(engines):
-            raise ConfigError(f"{event.kind}: there is no replica {event.replica}")
         if event.kind == "kill":
             server._supervisor = None  # it stays lost
             engines[event.replica]._started().lost(DeviceLost("killed"))
@@ -248,9 +263,8 @@ class _TwinEngine(Engine):
 
 def _settled(setup: Setup) -> EngineConfig:
     """The config of each replica. Raises ConfigError."""
+    setup.check()
     config = setup.config
-    if config.speculation not in ("auto", "off") or config.prefix_cache_dir is not None:
-        raise ConfigError("speculation and prefix_cache_dir are not simulated")
     fixed: dict[str, Any] = {
         "model": "twin",
         "speculation": "off",

@@ -18,7 +18,7 @@ from aioinfer.scheduling.costs import Costs
 if TYPE_CHECKING:
     from aioinfer.twin.running import Event, Setup
 
-__all__ = ["Variant", "duration", "events", "parse", "variants"]
+__all__ = ["SIMULATED", "Variant", "duration", "events", "parse", "variants"]
 
 #: variants of one sweep
 _MOST = 1000
@@ -30,12 +30,19 @@ _UNITS = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _NUMBERS = {"replicas": 10_000, "requests": 10**9, "rate": 10**9, "price": 10**9}
 #: what can be varied beside the settings of an engine
 _OWN = ("replicas", "routing", "rate")
+#: settings of these groups change nothing in a simulation, or are not simulated
+_OTHERS = (
+    *("gpu_memory_utilization", "kv_dtype", "kv_memory_gib", "prefix_cache_dir", "prefix_cache_disk_gib"),
+    *("state_snapshots", "state_snapshot_tokens", "refine_costs", "launch_mode", "switch_interval", "gc"),
+    *("max_stop_strings", "max_stop_characters", "max_stop_patterns"),
+)
 #: settings that change what is simulated
-_SIMULATED = {
+SIMULATED = {"max_model_len", "seed"} | {
     each.name
     for each in fields(EngineConfig)
     if each.metadata["group"] in ("memory", "batching", "scheduling", "overlap", "limits")
-} - {"refine_costs", "gc", "switch_interval", "launch_mode", "prefix_cache_dir"} | {"max_model_len", "seed"}
+    and each.name not in _OTHERS
+}
 
 
 class Variant(NamedTuple):
@@ -54,7 +61,7 @@ def variants(setup: Setup, rate: float, what_if: Sequence[str]) -> list[Variant]
     for text in what_if:
         given, _, values = text.partition("=")
         name = given.strip().replace("-", "_")
-        if name not in (*_OWN, *_SIMULATED):
+        if name not in (*_OWN, *SIMULATED):
             known = f"{', '.join(_OWN)} and settings of scheduling and memory"
             raise ConfigError(f"what-if varies {known} as NAME=VALUE,VALUE; got {shown(text)}")
         if name in axes:

@@ -153,8 +153,12 @@ def test_a_virtual_trace_is_bounded_and_says_what_it_left_out(tmp_path: Path) ->
         (["--routing", "best"], "routing must be one of"),
         (["--roles", "prefill"], "roles: at least one replica"),
         (["--roles", "both,both", "--replicas", "3"], "roles: 2 for 3 replicas"),
-        (["--kill", "1@5s"], "--kill: replica 1 of 1; the first is 0"),
-        (["--kill", "2@5s", "--what-if", "replicas=2..4"], "--kill: replica 2 of 2"),
+        (["--kill", "1@5s"], "kill: there is no replica 1 at 5 s; the first is 0"),
+        (["--kill", "1@5s", "--join", "6s"], "kill: there is no replica 1 at 5 s"),
+        (["--drain", "0@1s", "--kill", "0@5s"], "kill: there is no replica 0 at 5 s"),
+        (["--kill", "2@5s", "--what-if", "replicas=2..4"], "kill: there is no replica 2 at 5 s"),
+        (["--json", "/no/such/directory/x"], "/no/such/directory/x: no file in a directory"),
+        (["--perfetto", "/"], "/: no file in a directory"),
         (["--slo", "ttft"], "ttft of slo must be a number with a unit"),
         (["--what-if", "nothing=1"], "what-if varies replicas, routing, rate"),
         (["--what-if", "rate=1,2", "--perfetto", "x"], "--perfetto writes a single run"),
@@ -178,12 +182,21 @@ def test_costs_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_one_line_after_the_figures(
-    costs: str, capsys: pytest.CaptureFixture[str]
+    costs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(costs, "--requests", "1", "--json", "/no/such/directory/x") == 1
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").touch()
+    assert run(costs, "--requests", "1", "--plots", str(tmp_path / "file")) == 1
     shown = capsys.readouterr()
     assert "requests  " in shown.out
-    assert "/no/such/directory/x" in shown.err.splitlines()[-1]
+    assert str(tmp_path / "file") in shown.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("flag", ["--threads", "--kv-memory-gib", "--speculation", "--refine-costs"])
+def test_what_is_not_simulated_is_no_flag(costs: str, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(costs, flag, "1")
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 def test_a_signal_ends_the_simulation(

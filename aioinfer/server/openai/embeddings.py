@@ -59,7 +59,6 @@ class _Scheduled(Object, harmless={"user": CLIENTS}):
     running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")
     deadline: Seconds | None = field("seconds in which it should end; see scheduling")
     ttft_target: Seconds | None = field("seconds in which its first token should come; see scheduling")
-    itl_target: Seconds | None = field("seconds of steps that prompts share with it; see scheduling")
 
 
 class EmbeddingBody(_Scheduled, refused={"messages": Refused((), "use input")}):
