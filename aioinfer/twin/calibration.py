@@ -23,9 +23,9 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.device import Progress
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.costs import Costs
+from aioinfer.scheduling.costs import IDLE, Costs
 from aioinfer.system.cores import processor_name
-from aioinfer.twin.fitting import fit_host, fit_steps, line, seconds_of
+from aioinfer.twin.fitting import fit_host, fit_steps, idle_before, line, seconds_of
 from aioinfer.twin.recording import RecordedStep, Recording
 
 __all__ = ["Check", "calibrate", "check", "compare", "fitted", "measured"]
@@ -74,8 +74,10 @@ def fitted(
     engine: Engine,
 ) -> Costs:
     """Costs from what :func:`measured` returned. Raises ConfigError."""
-    costs, noise, fit = fit_steps([each.sizes for each in steps], seconds_of(steps))
-    host = msgspec.structs.replace(fit_host(steps), arrive=line(*np.array(arrivals).T))
+    warm = idle_before(steps) < IDLE
+    sizes = [step.sizes for step, counts in zip(steps, warm, strict=True) if counts]
+    costs, noise, fit = fit_steps(sizes, seconds_of(steps)[warm])
+    host = msgspec.structs.replace(fit_host(steps, costs), arrive=line(*np.array(arrivals).T))
     info, runtime = engine.info, engine._started()
     settings = {name: getattr(runtime.config, name) for name in _SETTINGS}
     memory = {"num_pages": info.num_pages, "page_size": info.page_size, "max_model_len": info.max_model_len}
@@ -165,6 +167,7 @@ class _Rounds:
         room = int(_SHARE * min(info.max_model_len, info.num_pages * (info.page_size or 1) / requests))
         longest = max(1, min(room - 48, 2 * engine._started().config.step_tokens))
         pause = dice.choice([0.0, 0.0, 0.02, 0.1])
+        await asyncio.sleep(dice.choice([0.0, 2 * IDLE]))
         async with asyncio.TaskGroup() as group:
             for _ in range(requests):
                 prompt = round(2 ** dice.uniform(2, max(2.0, np.log2(longest))))

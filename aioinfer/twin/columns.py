@@ -163,7 +163,7 @@ class ColumnLauncher(TwinLauncher):
             if found.late[-1]:
                 host += plan
                 launched.append(now)
-                begins.append(host + self._host.begin)
+                begins.append(self._begins(host, ends[at - 1]))
                 ends.append(begins[at] + seconds[at])
             pace.landed(step, launched[at - 1], now, now - ends[at - 1])
             planned = now + pace.spare(step, launched[at], now)
@@ -174,7 +174,7 @@ class ColumnLauncher(TwinLauncher):
             if not late:
                 host = max(host, planned) + plan
                 launched.append(planned)
-                begins.append(host + self._host.begin if ends[at] <= host else ends[at])
+                begins.append(self._begins(host, ends[at]))
                 ends.append(begins[at + 1] + seconds[at + 1])
             found.late.append(late)
             found.reads.append(max(noticed, host))

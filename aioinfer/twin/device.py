@@ -24,7 +24,7 @@ from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, P
 from aioinfer.execution.launcher import StepHandle
 from aioinfer.observe.timeline import DeviceLane, Timeline
 from aioinfer.sampling.outcomes import NO_TOKEN
-from aioinfer.scheduling.costs import Costs, Sizes
+from aioinfer.scheduling.costs import IDLE, Costs, Sizes
 from aioinfer.twin.load import ANSWER, CONTENTS
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class TwinLauncher:
         fixed, row = self._host.plan
         self.occupy(fixed + row * step.num_rows)
         launched = self.host_until
-        begin = launched + self._host.begin if self.device_until <= launched else self.device_until
+        begin = self._begins(launched, self.device_until)
         sizes = Sizes.of(step)
         self.largest = Sizes(*map(max, self.largest, sizes))
         end = begin + self._step.seconds(sizes) * self._noise.of(step.id)
@@ -186,6 +186,12 @@ class TwinLauncher:
         self.due = max(self.due, end + self._notice.of(step.id))
         self.flights.append((handle, end, self._loop.call_at(self.due, self._land)))
         return handle
+
+    def _begins(self, launched: float, free: float) -> float:
+        """When a step begins on a device that is ``free`` from then on."""
+        if free > launched:
+            return free
+        return launched + self._host.begin + (self._host.cold if launched - free >= IDLE else 0.0)
 
     def _land(self) -> None:
         """The oldest step has ended, and the host reads it when it has time."""

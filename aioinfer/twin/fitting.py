@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import ConfigError
-from aioinfer.scheduling.costs import Fit, HostCosts, Sizes, StepCosts
+from aioinfer.scheduling.costs import IDLE, Fit, HostCosts, Sizes, StepCosts
 from aioinfer.twin.recording import RecordedStep
 
-__all__ = ["fit_host", "fit_steps", "line", "nnls", "seconds_of"]
+__all__ = ["fit_host", "fit_steps", "idle_before", "line", "nnls", "seconds_of"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -59,12 +59,19 @@ def nnls(matrix: _Floats, target: _Floats) -> _Floats:
 
 
 def seconds_of(steps: Sequence[RecordedStep]) -> _Floats:
-    """What each step took on the device: from the end of the one before, or from its launch if that was
-    later."""
-    ended = np.array([step.ended for step in steps])
-    before = np.concatenate([[-np.inf], ended[:-1]])
-    found: _Floats = ended - np.maximum(before, [step.launched for step in steps])
-    return found
+    """What each step took on the device: from the end of the one before, or, where that was idle, from its
+    own beginning."""
+    begun, ended = (np.array([getattr(step, name) for step in steps]) for name in ("begun", "ended"))
+    took: _Floats = ended - begun
+    took[1:] = np.where(idle_before(steps)[1:] >= 0, took[1:], ended[1:] - ended[:-1])
+    return took
+
+
+def idle_before(steps: Sequence[RecordedStep]) -> _Floats:
+    """Seconds that the device had been idle when each step was launched; negative: it was not."""
+    ended = np.array([-np.inf, *(step.ended for step in steps[:-1])])
+    idle: _Floats = np.array([step.launched for step in steps]) - ended
+    return idle
 
 
 def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, tuple[float, ...], Fit]:
@@ -126,15 +133,16 @@ def line(sizes: _Floats, seconds: _Floats) -> tuple[float, float]:
     return float(fixed), float(each)
 
 
-def fit_host(steps: Sequence[RecordedStep]) -> HostCosts:
-    """What the loop takes between steps."""
+def fit_host(steps: Sequence[RecordedStep], costs: StepCosts) -> HostCosts:
+    """What the loop takes between steps with these costs."""
     rows = np.array([len(step.generating) + len(step.prefilling) for step in steps], float)
     plan = line(rows, np.array([step.launched - step.planned for step in steps]))
     read = line(rows, np.array([step.delivered - step.read for step in steps]))
     notice = quantiles(np.array([max(0.0, step.read - step.ended) for step in steps]))
-    idle: list[float] = []
-    busy: list[float] = []
-    for before, step in pairwise(steps):
-        (idle if before.ended < step.launched else busy).append(step.begun - max(before.ended, step.launched))
-    begin = float(np.median(idle)) - (float(np.median(busy)) if busy else 0.0) if idle else 0.0
-    return HostCosts(plan=plan, read=read, notice=notice, begin=max(0.0, begin))
+    idle, begun = idle_before(steps), np.array([step.begun - step.launched for step in steps])
+    warm, cold = (idle >= 0) & (idle < IDLE), idle >= IDLE
+    begin = float(np.median(begun[warm])) if warm.any() else 0.0
+    took, expected = seconds_of(steps), np.array([costs.seconds(step.sizes) for step in steps])
+    late = begun - begin + took - np.median(took / expected) * expected
+    later = max(0.0, float(np.median(late[cold]))) if cold.any() else 0.0
+    return HostCosts(plan=plan, read=read, notice=notice, begin=begin, cold=later)

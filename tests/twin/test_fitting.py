@@ -105,10 +105,23 @@ def test_the_host_is_measured_beside_the_device() -> None:
     sizes = sizes_of(200)
     steps = recorded(sizes, noisy(sizes, 0.0))
     assert seconds_of(steps)[1:] == pytest.approx(noisy(sizes, 0.0)[1:])
-    host = fit_host(steps)
+    host = fit_host(steps, TRUE)
     assert host.plan == pytest.approx((1e-3, 1e-5))
     assert host.read == pytest.approx((3e-4, 0.0), abs=1e-9)
     assert host.notice == pytest.approx([2e-4] * len(host.notice))
+
+
+def test_a_device_that_was_idle_for_long_begins_later() -> None:
+    sizes, late, steps = sizes_of(400), 0.0, []
+    for number, step in enumerate(recorded(sizes, noisy(sizes, 0.1))):
+        pause, begin = [(-1e-4, 0.0), (-1e-4, 0.0), (5e-3, 3e-4), (5e-2, 2e-3)][number % 4]
+        launched = step.launched + late + pause  # a step is launched before the end of the one in front of it
+        late += max(0.0, pause) + begin
+        steps.append(step._replace(launched=launched, begun=step.begun + late, ended=step.ended + late))
+    host = fit_host(steps, TRUE)
+    assert host.begin == pytest.approx(3e-4)
+    assert host.begin + host.cold == pytest.approx(2e-3, rel=0.15)
+    assert seconds_of(steps)[1:] == pytest.approx(noisy(sizes, 0.1)[1:])
 
 
 def test_quantiles_have_the_mean_and_the_spread() -> None:

@@ -18,7 +18,12 @@ COSTS = Costs(
     step=StepCosts(0.008, 1e-5, 2e-7, 1e-8, (2e-4, 3e-4), (0, 16), 1e-3),
     noise=(0.7, 0.8, 0.95, 1.05, 1.1, 1.4),
     host=HostCosts(
-        plan=(2e-4, 2e-6), read=(1e-4, 3e-6), notice=(1e-4, 2e-4, 5e-4, 4e-3), begin=1e-4, arrive=(1e-4, 1e-7)
+        plan=(2e-4, 2e-6),
+        read=(1e-4, 3e-6),
+        notice=(1e-4, 2e-4, 5e-4, 4e-3),
+        begin=1e-4,
+        cold=2e-3,
+        arrive=(1e-4, 1e-7),
     ),
     engine={"num_pages": 4000, "page_size": 16, "max_model_len": 4096},
 )
