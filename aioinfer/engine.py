@@ -302,7 +302,8 @@ class Engine(EngineLike):
 
         Raises InvalidRequest, EngineClosed, EngineFailed, WrongLoop.
         """
-        return self._cached_tokens(token_key(token_ids), cache_salt, adapter)
+        caches = self._serving().core.scheduler.memory.tree is not None
+        return self._cached_tokens(token_key(token_ids) if caches else b"", cache_salt, adapter)
 
     def _cached_tokens(self, key: bytes, cache_salt: str, adapter: str | None) -> int:
         core = self._serving().core

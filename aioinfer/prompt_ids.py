@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Self
 
 from aioinfer.cache.radix import token_key
 from aioinfer.inputs import check_ids, check_range
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["PromptIds", "key_of"]
 
@@ -28,6 +29,8 @@ class PromptIds(list[int]):
         Takes about 35 ns per id."""
         if type(ids) is cls and ids.vocab_size == vocab_size:
             return ids
+        import numpy as np  # it takes a tenth of a second, and no import of the package needs it
+
         ids = list(ids)  # an array is made of a plain list three times as fast
         check_ids("prompt", ids)
         try:

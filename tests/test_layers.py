@@ -54,7 +54,8 @@ LAYERS: list[set[str]] = [
     {"stream", "observe"},
     # which rows a step computes; pure Python. How far a stream has come, as a record
     {"scheduling", "resuming", "cells"},
-    # what was asked for, and what came of it
+    # the prompt of a request, what was asked for, and what came of it
+    {"prompt_ids"},
     {"request"},
     # how the blocks of diffusion models are denoised; what is drafted for others
     {"diffusion", "speculation"},

@@ -351,7 +351,12 @@ def _add_simulate(commands: Any) -> None:
         ("drain", "REPLICA@TIME", [], "have a replica leave when it has moved or ended its streams"),
         ("join", "TIME", [], "add a replica"),
         ("slo", "LIMITS", None, "of a good request, such as ttft=1s,itl=50ms,e2e=30s; itl is its mean"),
-        ("what-if", "NAME=VALUES", [], "compare: replicas=2..8, rate=0.5,1,2, routing or any setting"),
+        (
+            "what-if",
+            "NAME=VALUES",
+            [],
+            "compare: replicas=2..8, rate=0.5,1,2, routing, or one of the settings below",
+        ),
         ("price", "P", None, "price of a replica for an hour"),
         ("seed", "N", argparse.SUPPRESS, "seed of the load and of the engines (default: 0)"),
     ):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["IDLE", "Costs", "Fit", "HostCosts", "Sizes", "StepCosts", "generated", "prefilled"]
 
 
-#: see HostCosts
-IDLE = 0.02
+#: seconds, see HostCosts
+IDLE = (0.02, 0.15)
 #: seconds of anything
 _LONGEST = 3600.0
 
@@ -111,10 +111,10 @@ class HostCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: tuple[float, float] = (0.0, 0.0)
     #: from the end of a step until the loop reads it: quantiles at equal distances, one of which is drawn
     notice: tuple[float, ...] = (0.0,)
-    #: from a launch until an idle device begins, and how much later one that was idle for IDLE seconds or
-    #: longer does, or as if: caches are cold, and cores sleep
+    #: from a launch until an idle device begins, and how much longer the step takes, too, where that was idle
+    #: for as long as each of IDLE says: caches are cold, and cores sleep
     begin: float = 0.0
-    cold: float = 0.0
+    cold: tuple[float, float] = (0.0, 0.0)
     #: from a request until it is queued: fixed and per prompt token
     arrive: tuple[float, float] = (0.0, 0.0)
 
@@ -176,7 +176,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"costs: {path} is no file of aioinfer calibrate: {error}") from error
         step, host = found.step, found.host
         values = (step.base, step.row, step.context, step.attention, step.prefill, *step.token, *found.noise)
-        values += (*host.plan, *host.read, *host.notice, host.begin, host.cold, *host.arrive)
+        values += (*host.plan, *host.read, *host.notice, host.begin, *host.cold, *host.arrive)
         rising = len(step.knees) == len(step.token) and [*step.knees] == sorted({0, *step.knees})
         drawn = min(len(found.noise), len(host.notice)) > 0 and max(found.noise) > 0
         if not (rising and drawn and step.base > 0 and all(0 <= each < _LONGEST for each in values)):

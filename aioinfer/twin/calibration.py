@@ -40,7 +40,9 @@ _SHARE = 0.7
 #: share of the time that does not count
 _WARM = 0.1
 #: deviation of a self-check from which on costs are wrong
-_WRONG = 0.125
+_WRONG = 0.1
+#: of a self-check
+_WINDOWS = 10
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Check:
 
     @property
     def agrees(self) -> bool:
-        """No ratio is more than an eighth off."""
+        """No ratio is more than a tenth off."""
         return all(abs(each - 1) <= _WRONG for each in (self.ratio, self.decode, self.prefill))
 
 
@@ -74,7 +76,7 @@ def fitted(
     engine: Engine,
 ) -> Costs:
     """Costs from what :func:`measured` returned. Raises ConfigError."""
-    warm = idle_before(steps) < IDLE
+    warm = idle_before(steps) < IDLE[0]
     sizes = [step.sizes for step, counts in zip(steps, warm, strict=True) if counts]
     costs, noise, fit = fit_steps(sizes, seconds_of(steps)[warm])
     host = msgspec.structs.replace(fit_host(steps, costs), arrive=line(*np.array(arrivals).T))
@@ -106,18 +108,20 @@ async def check(
 
 
 def compare(costs: Costs, steps: Sequence[RecordedStep]) -> Check:
-    """What steps took, against what they were thought to. Of the ratios of all seconds and of the lower
-    quartiles the one that is nearer to 1 counts: neighbours that are busy for a while move one of both."""
+    """What steps took, against what they were thought to: in all, or in the lower quartile of some windows
+    of time, whichever is nearer to 1, as a neighbour that is busy for a while moves one of both."""
     took = seconds_of(steps)
     expected = np.array([costs.step.seconds(each.sizes) for each in steps])
     decode = np.array([not each.prefilling for each in steps])
-    quiet = float(np.quantile(costs.noise, 0.25))
+    window = (np.cumsum(expected) / expected.sum() * (_WINDOWS - 1e-9)).astype(int)
 
     def ratio(of: Any) -> float:
-        if not of.any():
+        sums = [np.bincount(window[of], each[of], _WINDOWS) for each in (took, expected)]
+        measured = sums[0][sums[1] > 0] / sums[1][sums[1] > 0]
+        if not len(measured):
             return 1.0
-        whole = float(took[of].sum() / expected[of].sum())
-        return min(whole, float(np.quantile(took[of] / expected[of], 0.25)) / quiet, key=lambda r: abs(r - 1))
+        whole = float(sums[0].sum() / sums[1].sum())
+        return min(whole, float(np.quantile(measured, 0.25)), key=lambda each: abs(each - 1))
 
     return Check(len(steps), ratio(decode | True), ratio(decode), ratio(~decode))
 
@@ -167,7 +171,7 @@ class _Rounds:
         room = int(_SHARE * min(info.max_model_len, info.num_pages * (info.page_size or 1) / requests))
         longest = max(1, min(room - 48, 2 * engine._started().config.step_tokens))
         pause = dice.choice([0.0, 0.0, 0.02, 0.1])
-        await asyncio.sleep(dice.choice([0.0, 2 * IDLE]))
+        await asyncio.sleep(2 * dice.choice([0.0, *IDLE]))
         async with asyncio.TaskGroup() as group:
             for _ in range(requests):
                 prompt = round(2 ** dice.uniform(2, max(2.0, np.log2(longest))))

@@ -12,6 +12,7 @@ Nothing is computed: every token is the same, and prompts have its number where 
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -191,7 +192,8 @@ class TwinLauncher:
         """When a step begins on a device that is ``free`` from then on."""
         if free > launched:
             return free
-        return launched + self._host.begin + (self._host.cold if launched - free >= IDLE else 0.0)
+        level = bisect_right(IDLE, launched - free)
+        return launched + self._host.begin + (self._host.cold[level - 1] if level else 0.0)
 
     def _land(self) -> None:
         """The oldest step has ended, and the host reads it when it has time."""

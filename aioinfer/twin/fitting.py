@@ -140,9 +140,10 @@ def fit_host(steps: Sequence[RecordedStep], costs: StepCosts) -> HostCosts:
     read = line(rows, np.array([step.delivered - step.read for step in steps]))
     notice = quantiles(np.array([max(0.0, step.read - step.ended) for step in steps]))
     idle, begun = idle_before(steps), np.array([step.begun - step.launched for step in steps])
-    warm, cold = (idle >= 0) & (idle < IDLE), idle >= IDLE
+    warm, level = (idle >= 0) & (idle < IDLE[0]), np.searchsorted(IDLE, idle, "right")
     begin = float(np.median(begun[warm])) if warm.any() else 0.0
     took, expected = seconds_of(steps), np.array([costs.seconds(step.sizes) for step in steps])
     late = begun - begin + took - np.median(took / expected) * expected
-    later = max(0.0, float(np.median(late[cold]))) if cold.any() else 0.0
-    return HostCosts(plan=plan, read=read, notice=notice, begin=begin, cold=later)
+    short, long = (float(np.median(late[level == each])) if (level == each).any() else 0.0 for each in (1, 2))
+    cold = max(0.0, short), max(0.0, short, long)
+    return HostCosts(plan=plan, read=read, notice=notice, begin=begin, cold=cold)

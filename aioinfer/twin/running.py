@@ -71,7 +71,8 @@ class Setup:
             raise ConfigError("speculation and prefix_cache_dir are not simulated")
         checked_roles(self.roles, self.replicas)
         there, count = {*range(self.replicas)}, self.replicas
-        for event in sorted(self.events, key=lambda event: event.at):
+        # One that joins is there from then on, and not at once.
+        for event in sorted(self.events, key=lambda event: (event.at, event.kind == "join")):
             if event.kind == "join":
                 there.add(count)
                 count += 1

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.config import EngineConfig, ServerConfig, parse_setting, value_names
 from aioinfer.errors import ConfigError, shown
-from aioinfer.scheduling.costs import Costs
 
 if TYPE_CHECKING:
     from aioinfer.twin.running import Event, Setup
@@ -86,6 +85,8 @@ def _variant(setup: Setup, rate: float, values: Mapping[str, str]) -> Variant:
         if settings.get("seed") is not None:
             own["seed"] = settings["seed"]
         if settings.get("costs") is not None:
+            from aioinfer.scheduling.costs import Costs
+
             own["costs"] = Costs.read(Path(settings["costs"]))
         rate = own.pop("rate", rate)
         return Variant(label, replace(setup, **own, config=replace(setup.config, **settings)), rate)
