@@ -32,7 +32,7 @@ __all__ = ["IDLE", "Costs", "Fit", "HostCosts", "Sizes", "StepCosts", "generated
 
 
 #: seconds, see HostCosts
-IDLE = (0.02, 0.15)
+IDLE = 0.3
 #: seconds of anything
 _LONGEST = 3600.0
 
@@ -111,10 +111,10 @@ class HostCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read: tuple[float, float] = (0.0, 0.0)
     #: from the end of a step until the loop reads it: quantiles at equal distances, one of which is drawn
     notice: tuple[float, ...] = (0.0,)
-    #: from a launch until an idle device begins, and how much longer the step takes, too, where that was idle
-    #: for as long as each of IDLE says: caches are cold, and cores sleep
+    #: from a launch until an idle device begins, and how much longer the step takes where that was idle for
+    #: IDLE or longer, less after shorter times: caches are cold, and cores sleep
     begin: float = 0.0
-    cold: tuple[float, float] = (0.0, 0.0)
+    cold: float = 0.0
     #: from a request until it is queued: fixed and per prompt token
     arrive: tuple[float, float] = (0.0, 0.0)
 
@@ -136,8 +136,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The file that ``aioinfer calibrate`` writes: of one model on one machine."""
 
     step: StepCosts
-    #: what steps took over what they were expected to: quantiles, as above
+    #: what steps took over what they were expected to: quantiles, as above; of steps with prefill, if these
+    #: have others
     noise: tuple[float, ...] = (1.0,)
+    prefill_noise: tuple[float, ...] = ()
     host: HostCosts = HostCosts()
     #: what it was measured with: model, processor, version ...
     fingerprint: dict[str, str] = {}
@@ -175,10 +177,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         except msgspec.MsgspecError as error:
             raise ConfigError(f"costs: {path} is no file of aioinfer calibrate: {error}") from error
         step, host = found.step, found.host
-        values = (step.base, step.row, step.context, step.attention, step.prefill, *step.token, *found.noise)
-        values += (*host.plan, *host.read, *host.notice, host.begin, *host.cold, *host.arrive)
+        values = (step.base, step.row, step.context, step.attention, step.prefill, *step.token)
+        values += (*found.noise, *found.prefill_noise)
+        values += (*host.plan, *host.read, *host.notice, host.begin, host.cold, *host.arrive)
         rising = len(step.knees) == len(step.token) and [*step.knees] == sorted({0, *step.knees})
-        drawn = min(len(found.noise), len(host.notice)) > 0 and max(found.noise) > 0
+        drawn = min(len(found.noise), len(host.notice)) > 0 and max(found.noise) > 0 < max(
+            found.prefill_noise or (1.0,)
+        )
         if not (rising and drawn and step.base > 0 and all(0 <= each < _LONGEST for each in values)):
             raise ConfigError(f"costs: {path}: costs must be positive, below an hour, and knees rise from 0")
         return found

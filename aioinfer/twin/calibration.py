@@ -25,7 +25,7 @@ from aioinfer.execution.device import Progress
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.costs import IDLE, Costs
 from aioinfer.system.cores import processor_name
-from aioinfer.twin.fitting import fit_host, fit_steps, idle_before, line, seconds_of
+from aioinfer.twin.fitting import WARM, fit_host, fit_steps, idle_before, line, seconds_of
 from aioinfer.twin.recording import RecordedStep, Recording
 
 __all__ = ["Check", "calibrate", "check", "compare", "fitted", "measured"]
@@ -76,7 +76,7 @@ def fitted(
     engine: Engine,
 ) -> Costs:
     """Costs from what :func:`measured` returned. Raises ConfigError."""
-    warm = idle_before(steps) < IDLE[0]
+    warm = idle_before(steps) < WARM
     sizes = [step.sizes for step, counts in zip(steps, warm, strict=True) if counts]
     costs, noise, fit = fit_steps(sizes, seconds_of(steps)[warm])
     host = msgspec.structs.replace(fit_host(steps, costs), arrive=line(*np.array(arrivals).T))
@@ -86,7 +86,8 @@ def fitted(
     named = {"model": Path(config.model_name).name, "engine": info.description, "processor": processor_name()}
     return Costs(
         step=costs,
-        noise=noise,
+        noise=noise[0],
+        prefill_noise=noise[1],
         host=host,
         fit=fit,
         engine=settings | memory,
@@ -171,7 +172,7 @@ class _Rounds:
         room = int(_SHARE * min(info.max_model_len, info.num_pages * (info.page_size or 1) / requests))
         longest = max(1, min(room - 48, 2 * engine._started().config.step_tokens))
         pause = dice.choice([0.0, 0.0, 0.02, 0.1])
-        await asyncio.sleep(2 * dice.choice([0.0, *IDLE]))
+        await asyncio.sleep(dice.choice([0.0, 0.0, 1.1 * IDLE]))
         async with asyncio.TaskGroup() as group:
             for _ in range(requests):
                 prompt = round(2 ** dice.uniform(2, max(2.0, np.log2(longest))))

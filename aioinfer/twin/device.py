@@ -12,7 +12,6 @@ Nothing is computed: every token is the same, and prompts have its number where 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -140,6 +139,7 @@ class TwinLauncher:
         self.device: Any = device
         self._step, self._host = costs.step, costs.host
         self._noise = _Dice(costs.noise, seed, number, 0)
+        self._prefill_noise = _Dice(costs.prefill_noise or costs.noise, seed, number, 2)
         self._notice = _Dice(costs.host.notice, seed, number, 1)
         self._number = number
         self._trace = trace
@@ -178,7 +178,8 @@ class TwinLauncher:
         begin = self._begins(launched, self.device_until)
         sizes = Sizes.of(step)
         self.largest = Sizes(*map(max, self.largest, sizes))
-        end = begin + self._step.seconds(sizes) * self._noise.of(step.id)
+        noise = self._prefill_noise if sizes.tokens else self._noise
+        end = begin + self._step.seconds(sizes) * noise.of(step.id)
         if self._trace is not None:
             self._trace.step(self._number, "forward", step.id, begin, end, step.num_tokens)
         self.busy += end - begin
@@ -192,8 +193,7 @@ class TwinLauncher:
         """When a step begins on a device that is ``free`` from then on."""
         if free > launched:
             return free
-        level = bisect_right(IDLE, launched - free)
-        return launched + self._host.begin + (self._host.cold[level - 1] if level else 0.0)
+        return launched + self._host.begin + self._host.cold * min(1.0, (launched - free) / IDLE)
 
     def _land(self) -> None:
         """The oldest step has ended, and the host reads it when it has time."""

@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.scheduling.costs import IDLE, Fit, HostCosts, Sizes, StepCosts
 from aioinfer.twin.recording import RecordedStep
 
-__all__ = ["fit_host", "fit_steps", "idle_before", "line", "nnls", "seconds_of"]
+__all__ = ["WARM", "fit_host", "fit_steps", "idle_before", "line", "nnls", "seconds_of"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -28,6 +28,8 @@ _SEEN = 12
 _HELD_OUT = 5
 #: of noise
 _QUANTILES = 64
+#: seconds for which a device may have been idle before steps that are fitted
+WARM = 0.02
 #: a step that took this multiple of its time was disturbed by something that is not the engine's
 _DISTURBED = 4.0
 
@@ -74,8 +76,9 @@ def idle_before(steps: Sequence[RecordedStep]) -> _Floats:
     return idle
 
 
-def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, tuple[float, ...], Fit]:
-    """Costs of steps, their noise, and how good the costs are. Raises ConfigError: there are too few."""
+def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, list[tuple[float, ...]], Fit]:
+    """Costs of steps, the noise of those without and with prefill, and how good the costs are. Raises
+    ConfigError: there are too few."""
     if len(steps) < 4 * _HELD_OUT:
         raise ConfigError(f"a fit needs {4 * _HELD_OUT} steps or more, got {len(steps)}")
     sizes = np.array(steps, float)
@@ -99,7 +102,9 @@ def fit_steps(steps: Sequence[Sizes], seconds: _Floats) -> tuple[StepCosts, tupl
     bounds = zip(Sizes._fields, sizes.min(0).tolist(), sizes.max(0).tolist(), strict=True)
     ranges = {name: (low, high) for name, low, high in bounds}
     r2 = 1 - unexplained / total if total else 1.0
-    noise, p90 = quantiles((seconds * weights)[used | held]), float(np.quantile(errors, 0.9))
+    p90, counted = float(np.quantile(errors, 0.9)), used | held
+    kinds = [counted & (sizes[:, 2] == 0), counted & (sizes[:, 2] > 0)]
+    noise = [quantiles((seconds * weights)[of if of.any() else counted]) for of in kinds]
     return costs, noise, Fit(len(steps), r2, float(np.median(errors)), p90, ranges)
 
 
@@ -140,10 +145,9 @@ def fit_host(steps: Sequence[RecordedStep], costs: StepCosts) -> HostCosts:
     read = line(rows, np.array([step.delivered - step.read for step in steps]))
     notice = quantiles(np.array([max(0.0, step.read - step.ended) for step in steps]))
     idle, begun = idle_before(steps), np.array([step.begun - step.launched for step in steps])
-    warm, level = (idle >= 0) & (idle < IDLE[0]), np.searchsorted(IDLE, idle, "right")
+    warm = (idle >= 0) & (idle < WARM)
     begin = float(np.median(begun[warm])) if warm.any() else 0.0
     took, expected = seconds_of(steps), np.array([costs.seconds(step.sizes) for step in steps])
-    late = begun - begin + took - np.median(took / expected) * expected
-    short, long = (float(np.median(late[level == each])) if (level == each).any() else 0.0 for each in (1, 2))
-    cold = max(0.0, short), max(0.0, short, long)
+    late = (begun - begin + took - np.median(took / expected) * expected)[idle >= IDLE]
+    cold = max(0.0, float(np.median(late))) if len(late) else 0.0
     return HostCosts(plan=plan, read=read, notice=notice, begin=begin, cold=cold)

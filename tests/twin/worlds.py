@@ -22,7 +22,7 @@ COSTS = Costs(
         read=(1e-4, 3e-6),
         notice=(1e-4, 2e-4, 5e-4, 4e-3),
         begin=1e-4,
-        cold=(2e-3, 5e-3),
+        cold=5e-3,
         arrive=(1e-4, 1e-7),
     ),
     engine={"num_pages": 4000, "page_size": 16, "max_model_len": 4096},
