@@ -39,6 +39,8 @@ _SETTINGS = (
 _SHARE = 0.7
 #: share of the time that does not count
 _WARM = 0.1
+#: share of the rounds that find an idle device
+_IDLE = 1 / 8
 #: deviation of a self-check from which on costs are wrong
 _WRONG = 0.1
 #: of a self-check
@@ -172,7 +174,8 @@ class _Rounds:
         room = int(_SHARE * min(info.max_model_len, info.num_pages * (info.page_size or 1) / requests))
         longest = max(1, min(room - 48, 2 * engine._started().config.step_tokens))
         pause = dice.choice([0.0, 0.0, 0.02, 0.1])
-        await asyncio.sleep(dice.choice([0.0, 0.0, 1.1 * IDLE]))
+        # Seldom: steps are slower for seconds after, which loads that leave no idle times would not see.
+        await asyncio.sleep(1.1 * IDLE if dice.random() < _IDLE else 0.0)
         async with asyncio.TaskGroup() as group:
             for _ in range(requests):
                 prompt = round(2 ** dice.uniform(2, max(2.0, np.log2(longest))))
