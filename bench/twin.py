@@ -2,12 +2,12 @@
 
 Costs of ``--model`` are calibrated (or read from ``--costs``), and seeded loads are played to the engine
 and to its twin, with calibrations of ``--slice`` seconds in between, as machines drift: ``low``, ``70``
-and ``95`` per cent of the capacity that the twin has, a ``burst``, and ``long`` prompts. ``error`` is
-the twin's relative error against the mean of both runs, and ``spread`` their own difference; a bound
-holds for the figure or for 1.5 spreads. ``replay`` plays the times of recorded steps to the scheduler
-and compares compositions. ``ranking`` orders configurations by latency. ``replicas`` plays a load to two
-engines in processes of one thread each, one of which is killed half-way; its costs should come from two
-calibrations with ``--threads 1`` at the same time.
+and ``95`` per cent of the capacity that the twin has, a ``burst``, and ``long`` prompts. ``error`` is the
+relative error of the mean of some runs of the twin against that of both real ones, and ``spread`` the
+difference of these; a bound holds for the figure or for 1.5 spreads. ``replay`` plays the times of recorded
+steps to the scheduler and compares compositions. ``ranking`` orders configurations by latency.
+``replicas`` plays a load to two engines in processes of one thread each, one of which is killed half-way;
+its costs should come from two calibrations with ``--threads 1`` at the same time.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ Composition: TypeAlias = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 BOUNDS = {"tokens_per_s": 0.03, "itl_p50": 0.05, "ttft_p50": 0.10, "ttft_p95": 0.15}
 #: of these loads only the throughput is judged: they are beyond 80 % of the capacity
 SATURATED = ("95", "burst")
+#: runs of the twin whose mean is its prediction
+SEEDS = 5
 #: of the capacity of one engine
 SHARES = {"low": 0.3, "70": 0.7, "95": 0.95, "ranking": 0.85, "two": 1.2, "four": 2.4}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -146,19 +148,24 @@ def compare(
         steps = [step for part, *_ in slices for step in part]
         arrivals = [each for _, part, _ in slices for each in part]
         costs = fitted(config, steps, arrivals, slices[0][2])
-    judge(name, simulate(load, Setup(costs=costs, config=config)), outcomes, report)
+    judge(name, predict(load, Setup(costs=costs, config=config)), outcomes, report)
 
 
-def judge(name: str, twin_outcome: Outcome, outcomes: Sequence[Outcome], report: Report) -> None:
-    predicted, measured = figures(twin_outcome), [figures(each) for each in outcomes]
+def predict(load: Sequence[Session], setup: Setup) -> list[Outcome]:
+    """Of several seeds: with few and long steps, the noise of one run moves its sums by some per cent."""
+    return [simulate(load, dataclasses.replace(setup, seed=seed)) for seed in range(SEEDS)]
+
+
+def judge(name: str, twins: Sequence[Outcome], outcomes: Sequence[Outcome], report: Report) -> None:
+    predicted, measured = ([figures(each) for each in runs] for runs in (twins, outcomes))
     for what, bound in BOUNDS.items():
         values = [each[what] for each in measured]
-        real, twin = float(np.mean(values)), predicted[what]
+        real, twin = float(np.mean(values)), float(np.mean([each[what] for each in predicted]))
         error, spread = twin / real - 1, (max(values) - min(values)) / real
         judged = what == "tokens_per_s" or name not in SATURATED
         report.row(
             part=name, what=what, real=real, twin=twin, error=error, spread=spread, bound=bound,
-            holds=str(abs(error) <= max(bound, 1.5 * spread)) if judged else "-", requests=len(twin_outcome),
+            holds=str(abs(error) <= max(bound, 1.5 * spread)) if judged else "-", requests=len(twins[0]),
         )  # fmt: skip
 
 
@@ -306,7 +313,7 @@ def replicas(
     half = load[len(load) // 2].at
     events = (Event(half, "kill", 1),) if killed else ()
     setup = Setup(costs=costs, config=config, replicas=2, routing="total_tokens", events=events)
-    predicted = simulate(load, setup)
+    predicted = predict(load, setup)
     measured = [asyncio.run(dispatched(config, load, half if killed else None)) for _ in range(options.runs)]
     judge("one of two killed" if killed else "two replicas", predicted, measured, report)
 
@@ -338,7 +345,7 @@ def timed(costs: Costs, load: Sequence[Session], options: Any, report: Report) -
     )
     hostless = dataclasses.replace(setup, costs=msgspec.structs.replace(costs, host=HostCosts()))
     real = [asyncio.run(Twin(hostless).play(load)) for _ in range(options.runs)]
-    judge("one of four lost", simulate(load, setup), real, report)
+    judge("one of four lost", [simulate(load, setup)], real, report)
 
 
 # -- ranking -------------------------------------------------------------------------------------------
