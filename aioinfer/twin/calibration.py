@@ -174,7 +174,7 @@ class _Rounds:
         room = int(_SHARE * min(info.max_model_len, info.num_pages * (info.page_size or 1) / requests))
         longest = max(1, min(room - 48, 2 * engine._started().config.step_tokens))
         pause = dice.choice([0.0, 0.0, 0.02, 0.1])
-        # Seldom: steps are slower for seconds after, which loads that leave no idle times would not see.
+        # Seldom: some steps after it are slower, too, and would count for loads without idle times.
         await asyncio.sleep(1.1 * IDLE if dice.random() < _IDLE else 0.0)
         async with asyncio.TaskGroup() as group:
             for _ in range(requests):
